@@ -1,17 +1,17 @@
-# Everything from nothing: each target makes the environment that it needs in $(VENV).
+# Each target creates the environment that it needs in $(VENV).
 
 VENV ?= .venv
-# torch as pip names it; `make test TORCH=torch==2.10.0` tries another.
+# pip's requirement for torch; `make test TORCH=torch==2.10.0` tests an older version.
 TORCH ?= torch==2.13.0
-# One that can make environments; Debian's own cannot without the package python3-venv.
+# A Python that can create environments; Debian's needs the package python3-venv.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.10 python3 "$$HOME"/.pyenv/versions/3.*/bin/python; do \
 	"$$python" -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo "$$python" && break; done)
 
-# Python compiles what is imported, once, where this is empty: pip would compile all of torch, which takes longer.
+# Empty: Python compiles imported modules once. With --no-compile, pip does not compile all of torch, which takes longer.
 export PYTHONDONTWRITEBYTECODE :=
 PIP_INSTALL := -m pip install --quiet --no-compile
 
-# CUDA kernels for the cards that are here; without a card, CPU kernels alone. The wheel has them for all cards.
+# CUDA kernels for the cards of this machine; without a card, only CPU kernels. The wheel has kernels for all cards.
 CUDA_ARCHS ?= native
 
 BIN := $(VENV)/bin
@@ -22,45 +22,43 @@ SOURCES := pyproject.toml setup.py $(NATIVE)
 .PHONY: help demo test test-slow test-faults sanitize bench bench-quick bench-results bench-docs gpu gpu-test gpu-bench \
 	gpu-sanitize gpu-memcheck gpu-racecheck gpu-initcheck lint format docs clean
 
-help: ## this list
+help: ## list all targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
 
-demo: $(VENV)/installed-demo ## train on real data: one process, four synchronized ranks, four unsynchronized; build/demo/
+demo: $(VENV)/installed-demo ## train on real data: one process, four synchronized and four unsynchronized ranks; build/demo/
 	@echo 'Training three times: a minute on two cores'
 	@$(BIN)/python examples/demo.py
 
-# Two passes: all tests on the native kernels, then those marked reference_too on the reference ops, in these folders,
-# because collecting all tests takes ten seconds. The second one runs even if the first fails. pytest exits with 5 where
-# ARGS chooses no test of a pass.
+# Two passes: all tests with native kernels, then tests marked reference_too with the reference ops, only in these folders,
+# since collecting all tests takes ten seconds. The second pass runs even if the first fails. pytest exits with 5 if ARGS
+# selects no test.
 REFERENCE_TOO := tests/contract tests/ops
-# Three files at a time, since those with ranks often wait. Threads that wait for work leave the cores to others.
+# Three tests at a time, since those with ranks often wait. Threads that wait for work leave the cores to others.
 TEST_JOBS ?= 3
-PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile
-test: $(VENV)/installed-test ## the tests that run without a GPU; ARGS='-k masks' chooses some
+PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal
+test: $(VENV)/installed-test ## tests without a GPU; ARGS='-k masks' selects tests
 	@run() { echo "$$*"; env "$$@" || test $$? = 5; }; \
 	run $(PYTEST) -m 'not gpu and not slow' $(ARGS); native=$$?; \
 	run BAGUA_SYNCBN_KERNELS=reference $(PYTEST) -q -m 'reference_too and not gpu and not slow' $(ARGS) $(REFERENCE_TOO) && \
 	exit $$native
 
-# What is left out above: many ranks, the real launcher, the machine code for all cards, tensors of 2^31 values and tens
-# of gigabytes.
+# Many ranks, drawn cases, the real launcher, machine code for all cards, tensors of 2^31 values and tens of gigabytes.
 test-slow: $(VENV)/installed-test ## tests that take minutes or much memory
 	$(BIN)/python -m pytest -m 'slow and not gpu' $(ARGS)
 
-# The kernels under AddressSanitizer and UndefinedBehaviorSanitizer, with each instruction set of this machine, and those
-# for CUDA in the emulator. What is left out takes a third as long again to compile; the first sees a null pointer and
-# what is beyond an object too. Memory that nobody has written to is NaN.
+# CPU kernels with each instruction set of this machine, and CUDA kernels in the emulator. The excluded checks add a third
+# to compile time; AddressSanitizer also detects null pointers and accesses beyond objects. Uninitialized memory is NaN.
 SANITIZE := -g1 -Og -fsanitize=address,undefined -fno-sanitize=null,object-size,pointer-overflow,vptr \
 	-fno-sanitize-recover=undefined -fno-omit-frame-pointer
 SANITIZED = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=0:malloc_fill_byte=255:max_malloc_fill_size=2147483647 \
 	PYTHONPATH=build/sanitize/lib OMP_WAIT_POLICY=passive $(BIN)/pytest -q -s -p no:cacheprovider -m 'not slow'
-sanitize: $(VENV)/installed-test ## kernels under AddressSanitizer and UndefinedBehaviorSanitizer, those for CUDA emulated
+sanitize: $(VENV)/installed-test ## kernels under AddressSanitizer and UndefinedBehaviorSanitizer, CUDA kernels emulated
 	BAGUA_SYNCBN_BUILD=cpu BAGUA_SYNCBN_CXXFLAGS='$(SANITIZE)' $(BIN)/python setup.py -q \
 		build --build-lib build/sanitize/lib
 	$(MAKE) --no-print-directory -j 3 sanitize-emulated sanitize-avx512 sanitize-avx2 sanitize-baseline
 
-# Each case in one dtype; of those with activations, which take longest, half.
+# Each case in one dtype; half of the cases with activations, which take longest.
 sanitize-emulated:
 	$(SANITIZED) tests/ops/test_cuda.py tests/ops/test_values.py tests/ops/test_headers.py \
 		-k 'test_cuda or (emulated and (float32 or (bfloat16 and not activations)))'
@@ -69,18 +67,18 @@ sanitize-%:
 	BAGUA_SYNCBN_CPU_CAPABILITY=$* $(SANITIZED) tests/ops/test_native.py tests/ops/test_values.py tests/ops/test_headers.py \
 		-k 'not emulated and not aten and not instruction_set and not temporaries and not trains_on'
 
-# Ranks that diverge or die: all that is in docs/reliability.md, also with 3 and 4 ranks.
-test-faults: $(VENV)/installed-test ## ranks that diverge or die, also with 3 and 4 ranks
+# All promises of docs/reliability.md.
+test-faults: $(VENV)/installed-test ## ranks that diverge or die
 	$(BIN)/python -m pytest $(ARGS) tests/faults
 
-bench: $(VENV)/installed-bench ## what synchronization costs here, and what others would; build/bench/
+bench: $(VENV)/installed-bench ## the cost of synchronization, compared with other packages; build/bench/
 	$(BIN)/python -m benchmarks $(ARGS)
 
-bench-quick: $(VENV)/installed-bench ## the same as a first impression, in two minutes
+bench-quick: $(VENV)/installed-bench ## a subset, in two minutes
 	$(BIN)/python -m benchmarks --quick $(ARGS)
 
 RESULTS := benchmarks/results
-bench-results: $(VENV)/installed-bench ## measures what docs/benchmarks.md shows, on a quiet machine
+bench-results: $(VENV)/installed-bench ## measures all results of docs/benchmarks.md; needs a quiet machine
 	$(BIN)/python -m benchmarks --sections ops local --output $(RESULTS)/cpu.json
 	$(BIN)/python -m benchmarks --sections local --default-malloc --output $(RESULTS)/cpu-default-malloc.json
 	$(BIN)/python -m benchmarks --sections stored --output $(RESULTS)/stored.json
@@ -91,41 +89,41 @@ bench-results: $(VENV)/installed-bench ## measures what docs/benchmarks.md shows
 	$(BIN)/python -m benchmarks --sections layers training --output $(RESULTS)/ranks.json
 	$(MAKE) bench-docs
 
-bench-docs: $(VENV)/installed-bench ## writes docs/benchmarks.md from the recorded results
+bench-docs: $(VENV)/installed-bench ## updates docs/benchmarks.md from recorded results
 	$(BIN)/python -m benchmarks.report $(wildcard $(RESULTS)/*.json) --into docs/benchmarks.md README.md \
 		--charts docs/charts
 
-# On a machine with an NVIDIA GPU, by the Python that has a CUDA build of torch. Nothing is installed: such a machine may
-# have no network. The kernels are built apart from the checkout, for the cards that are there.
+# On a machine with an NVIDIA GPU, with a Python that has a CUDA build of torch. Nothing is installed: the machine may have
+# no network. The kernels are built outside the checkout, for the cards of the machine.
 GPU_PYTHON ?= python3
 GPU_NEEDS := 'torch>=2.10' 'setuptools>=77' pytest 'pytest-timeout>=2.3'
 GPU_LIB := $(CURDIR)/build/gpu/lib
-# From a folder that holds the package that was built, and none of its sources. Without TF32, whose errors tests would
-# show; NCCL and gloo talk over the loopback interface.
+# From a folder with the built package, without its sources. Without TF32, whose errors exceed tolerances. NCCL and gloo use
+# the loopback interface.
 GPU_RUN = cd $(GPU_LIB) && PYTHONPATH=$(GPU_LIB):$(CURDIR) FAIL_WITHOUT_CUDA=1 NVIDIA_TF32_OVERRIDE=0 \
 	NCCL_SOCKET_IFNAME=lo GLOO_SOCKET_IFNAME=lo MASTER_ADDR=127.0.0.1
 GPU_PYTEST := $(GPU_PYTHON) -m pytest -m gpu -p no:cacheprovider $(ARGS)
 
-gpu: ## gpu-test, gpu-sanitize and gpu-bench in this order, each in less than eight minutes, on a machine with an NVIDIA GPU
+gpu: ## gpu-test, gpu-sanitize and gpu-bench, each under eight minutes, on a machine with an NVIDIA GPU
 	$(MAKE) gpu-test
 	$(MAKE) gpu-sanitize
 	$(MAKE) gpu-bench
 
-gpu-test: $(GPU_LIB)/built ## the tests that need a GPU
+gpu-test: $(GPU_LIB)/built ## tests that need a GPU
 	$(GPU_RUN) $(GPU_PYTEST) --timeout 120 --session-timeout 300 $(addprefix $(CURDIR)/tests/,gpu data_parallel bagua_job)
 
-gpu-bench: $(GPU_LIB)/built ## ops beside copies and ATen's, layers beside torch's SyncBatchNorm: build/bench/gpu.json
+gpu-bench: $(GPU_LIB)/built ## ops against copies and ATen, layers against torch's SyncBatchNorm; build/bench/gpu.json
 	$(GPU_RUN) timeout 450 $(GPU_PYTHON) -m benchmarks --sections gpu --device cuda --output $(CURDIR)/build/bench/gpu.json $(ARGS)
 
-# One tool at a time, every kernel on small inputs of two dtypes. Each tensor has an allocation of its own, so that the
-# first value after its end is seen. torch's refused calls of the driver are no error of the kernels.
+# Every kernel on small inputs of two dtypes. Each tensor has its own allocation, so that accesses beyond its end are
+# detected. Driver calls of torch that fail are not errors of the kernels.
 gpu-sanitize: gpu-memcheck gpu-racecheck gpu-initcheck ## the kernels under compute-sanitizer
 GPU_SANITIZER = $(GPU_RUN) PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout 155 compute-sanitizer --report-api-errors no
 GPU_SMALL = $(GPU_PYTEST) $(CURDIR)/tests/gpu/test_gpu_ops.py -k 'every_kernel and (torch.float32 or torch.float16)'
 gpu-memcheck gpu-racecheck: gpu-%: $(GPU_LIB)/built
 	$(GPU_SANITIZER) --tool $* --kernel-name kns=bagua_syncbn --error-exitcode 9 $(GPU_SMALL)
 
-# This tool must see the writes of torch's kernels too, and so reports what they read: only reports of ours count.
+# initcheck must also see the writes of torch's kernels, and so reports their reads; only reports for our kernels count.
 gpu-initcheck: $(GPU_LIB)/built
 	$(GPU_SANITIZER) --tool initcheck --check-api-memory-access no $(GPU_SMALL) >$(GPU_LIB)/initcheck.txt 2>&1 \
 		|| { tail -30 $(GPU_LIB)/initcheck.txt; exit 1; }
@@ -136,13 +134,13 @@ $(GPU_LIB)/built: $(SOURCES) $(shell find bagua_syncbn -name '*.py')
 	BAGUA_SYNCBN_BUILD=cuda BAGUA_SYNCBN_CUDA_ARCHS=native $(GPU_PYTHON) setup.py -q build --build-lib $(GPU_LIB)
 	@touch $@
 
-lint: $(VENV)/installed-lint ## formatting, lint and types
+lint: $(VENV)/installed-lint ## check formatting, lint and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE) $(EMULATOR)
 	$(BIN)/mypy
 
-format: $(VENV)/installed-lint ## applies the formatting
+format: $(VENV)/installed-lint ## apply formatting
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(NATIVE) $(EMULATOR)
@@ -150,10 +148,10 @@ format: $(VENV)/installed-lint ## applies the formatting
 docs: $(VENV)/installed-docs ## the documentation as HTML: docs/_build/html/index.html
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
-clean: ## removes what the other targets made
+clean: ## removes the results of all targets
 	rm -rf $(VENV) $(BAGUA_VENV) build dist docs/_build *.egg-info
 
-# torch first: a build that resolved it on its own could take another one.
+# torch first: a build could resolve another version.
 $(VENV)/bin/python:
 	@test -n '$(PYTHON)' || { echo 'make: Python 3.10 or later is needed; name one: make PYTHON=/path/to/python3.11' >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
@@ -169,7 +167,7 @@ $(VENV)/installed: $(VENV)/installed-torch $(SOURCES)
 	@BAGUA_SYNCBN_CUDA_ARCHS='$(CUDA_ARCHS)' $(BIN)/python $(PIP_INSTALL) --no-build-isolation --editable .
 	@touch $@
 
-# The packages that an extra names. What is installed already satisfies the rest, so that nothing is built again.
+# The packages of an extra. Installed packages satisfy all other requirements, so nothing is rebuilt.
 $(VENV)/installed-%: pyproject.toml | $(VENV)/installed
 	@echo 'Installing the packages of bagua_syncbn[$*]'
 	@$(BIN)/python $(PIP_INSTALL) 'bagua_syncbn[$*]'

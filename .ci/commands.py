@@ -1,14 +1,14 @@
-"""``python .ci/commands.py``: types the commands of README.md and docs/ in a copy of the checkout, page by page.
+"""``python .ci/commands.py``: runs the commands of README.md and docs/ in a copy of the checkout, page by page.
 
-They run in a new environment that sees the torch and the packages of the one that runs this, with kernels that are
-compiled without optimization. A block that fails, or that computes without kernels, ends this with its output.
+They run in a new environment that sees torch and all packages of the running Python, with kernels compiled without
+optimization. The script fails if a block fails or computes without kernels.
 
-- A block of ``bash`` is typed line by line, in the checkout.
-- A block of ``python`` whose docstring ends with a file's name is saved there. What comes before the name is typed too,
-  as in ``\"\"\"torchrun train.py\"\"\"``.
-- ``<!-- printed -->`` before a block of ``text``: the last command has printed these lines, in any order.
-- ``make test`` is not typed, since ``.ci/run`` runs it, but ``make -n`` knows it.
-- ``<!-- not run: REASON -->`` before a block of ``bash``: left out, but ``make -n`` knows its targets.
+- ``bash`` blocks run in the checkout.
+- ``python`` blocks whose docstring ends with a file name, as in ``\"\"\"torchrun train.py\"\"\"``, are saved to that
+  file; the docstring is the command to run.
+- ``<!-- printed -->`` before a ``text`` block: the last command has printed these lines, in any order.
+- ``make test`` only runs as ``make -n test``, since ``.ci/run`` runs it.
+- ``<!-- not run: REASON -->`` before a ``bash`` block: only ``make -n`` for its targets.
 """
 
 import os
@@ -28,7 +28,7 @@ SAVED = re.compile(r'"""(?P<command>[^"\n]*?)(?P<file>\w+\.py)"""\n')
 
 
 def type_in(checkout: Path, command: str, environment: dict[str, str]) -> str:
-    """Runs ``command`` as a shell does; returns what it printed, which must tell of no missing kernels."""
+    """Runs ``command`` in a shell; returns its output, without a warning about missing kernels."""
     print(f"$ {command.strip()}", flush=True)
     done = subprocess.run(
         ["bash", "-e", "-c", command],
@@ -44,9 +44,9 @@ def type_in(checkout: Path, command: str, environment: dict[str, str]) -> str:
 
 
 def lines_of(printed: str, shown: list[str]) -> set[str]:
-    """Returns the lines of ``printed``, and for one that is made of lines that are ``shown`` these.
+    """Returns the lines of ``printed``, and the ``shown`` lines in lines that consist of them.
 
-    torchrun's ranks write without buffers, a line and its end apart, so two that write at once may share a line.
+    torchrun's ranks write a line and its end separately, so two ranks may share a line.
     """
     one = "|".join(map(re.escape, shown))
     lines = set(printed.splitlines())
@@ -74,8 +74,8 @@ def main() -> None:
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         python, torch = make_environment(Path(folder, "environment"), with_torch=True)
-        torch.symlink_to(Path(import_module("torch").__file__).parent)  # setup.py looks for it there
-        # Programs of packages are in the bin of the other environment, which PATH does not have.
+        torch.symlink_to(Path(import_module("torch").__file__).parent)  # for setup.py
+        # PATH does not include the other environment's programs.
         for name, module in {"pip": "pip._internal.cli.main", "torchrun": "torch.distributed.run"}.items():
             program = python.with_name(name)
             program.write_text(f"#!{python}\nfrom {module} import main\nmain()\n")
@@ -84,7 +84,6 @@ def main() -> None:
         venv = python.parents[1]
         venv.joinpath("installed-torch").touch()
         given = {"VENV": str(venv), "PATH": f"{python.parent}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
-        # Without buffers, ranks write a line and its end apart, and those of two ranks may mix.
         left_out = ("PYTHONPATH", "PYTHONUNBUFFERED", "MAKEFLAGS")
         inherited = {name: value for name, value in os.environ.items() if name not in left_out}
         for page in PAGES:

@@ -1,9 +1,9 @@
 """``python .ci/installs.py [NAME...]``: installs the package in every way, imports it and trains.
 
-Each way in :data:`INSTALLS` goes into an environment that sees the torch of the one that runs this. Then a layer trains
-outside of the sources, and in their folder, which Python searches first. Where the import warns that there are no
-kernels, the command that it names is run, and a layer trains once more. The kernels are built without optimization and
-for one CUDA architecture: a build takes half a minute of two cores, all of them together some five.
+Each way in :data:`INSTALLS` gets an environment that sees the torch of the running Python. A layer trains outside of
+the sources, and in their folder, which Python searches first. If the import warns that there are no kernels, the
+recommended command runs, and a layer trains again. Kernels are built without optimization, for one CUDA architecture:
+half a minute per build on two cores, five minutes in all.
 """
 
 import json
@@ -42,14 +42,14 @@ print(bagua_syncbn.ops.KERNELS)
 
 
 class Install(NamedTuple):
-    """A way of installing: what pip is given, and what is to come of it."""
+    """A way of installing: pip's arguments and the expected build."""
 
     source: str  # "wheel", "sdist", or "folder"
-    build: str | None  # the kind that is to be built: "python", "cpu" or "cuda"; None if it was, as a wheel is
+    build: str | None  # expected build: "python", "cpu" or "cuda"; None for the wheel, which is built already
     environment: dict[str, str] = {}  # noqa: RUF012 - never changed
     options: tuple[str, ...] = ("--no-build-isolation",)
     editable: bool = False
-    lacks: str = ""  # what is missing while it is built, and there later
+    lacks: str = ""  # missing during the build, present later
 
 
 def force(build: str) -> dict[str, str]:
@@ -72,12 +72,12 @@ INSTALLS = {
 
 
 def make_environment(directory: Path, with_torch: bool = False) -> tuple[Path, Path]:
-    """Makes an environment that sees this one's packages, torch only if asked; returns its Python and torch's place."""
+    """Creates an environment that sees this one's packages, optionally torch; returns its Python and torch's path."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", directory], check=True)
     python = directory / "bin" / "python"
     query = [python, "-c", "import sysconfig; print(sysconfig.get_path('platlib'))"]
     folder = Path(subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip())
-    others = directory.with_name("others")  # outside of what pip takes for its own to change
+    others = directory.with_name("others")  # outside of the environment, so that pip does not change it
     others.mkdir()
     hidden = re.compile(r"bagua_syncbn|__editable__" + ("" if with_torch else r"|torch(-.*)?$"))
     for path in (path for packages in site.getsitepackages() for path in Path(packages).iterdir()):
@@ -97,7 +97,7 @@ def copy_sources(directory: Path) -> Path:
 
 
 def run(command: list[str | Path], folder: Path, **environment: str) -> str:
-    """Runs ``command`` in ``folder``; returns what it printed, warnings included."""
+    """Runs ``command`` in ``folder``; returns stderr and stdout."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("CXX", "NVCC", "PYTHONPATH")}
     done = subprocess.run(command, cwd=folder, env=inherited | environment, capture_output=True, text=True)
     if done.returncode:
@@ -106,7 +106,7 @@ def run(command: list[str | Path], folder: Path, **environment: str) -> str:
 
 
 def train(python: Path, folder: Path, kernels: str, warning: str = "") -> str:
-    """Trains in ``folder`` and expects kernels and a warning that begin so; returns what was printed."""
+    """Trains in ``folder``; checks the beginnings of the kernels and the warning; returns the output."""
     printed = run([python, "-c", TRAIN], folder)
     assert printed.splitlines()[-1].startswith(kernels), printed
     assert f"RuntimeWarning: bagua_syncbn {warning}" in printed if warning else "RuntimeWarning" not in printed, printed
@@ -114,7 +114,7 @@ def train(python: Path, folder: Path, kernels: str, warning: str = "") -> str:
 
 
 def check(install: Install, directory: Path) -> None:
-    """Installs as ``install`` says in a new environment in ``directory``, and trains there."""
+    """Installs in a new environment in ``directory``, and trains there."""
     python, place_of_torch = make_environment(directory / "environment")
     sources, outside = copy_sources(directory / "sources"), directory / "outside"
     outside.mkdir()

@@ -1,10 +1,9 @@
-# Releases and Bagua's environment: included by the Makefile, whose variables it uses.
+# Releases and Bagua's environment; included by the Makefile.
 
 .PHONY: wheel test-wheel test-installs test-commands bagua-env bagua-packages demo-bagua test-bagua
 
-# One file for every Python from 3.10 on and every torch from 2.10 on, with and without CUDA. It contains no library of
-# torch: it takes those of the torch that imports it.
-wheel: dist/checked ## the wheel for manylinux and the sdist, checked: dist/
+# One file for every Python from 3.10 on and every torch from 2.10 on, with and without CUDA, without torch's libraries.
+wheel: dist/checked ## build and check the manylinux wheel and the sdist: dist/
 dist/checked: $(VENV)/installed-wheel $(SOURCES) README.md $(shell find bagua_syncbn -name '*.py')
 	rm -rf dist build/lib* build/bdist* build/wheel *.egg-info
 	BAGUA_SYNCBN_CUDA_ARCHS="$${BAGUA_SYNCBN_CUDA_ARCHS:-all}" \
@@ -15,32 +14,32 @@ dist/checked: $(VENV)/installed-wheel $(SOURCES) README.md $(shell find bagua_sy
 	@touch $@
 
 WHEEL_ENVIRONMENTS ?= python3.11:torch==2.13.0 python3.10:torch==2.10.0 python3.13:torch==2.14.0
-test-wheel: test-installs ## tests the wheel beside several versions of Python and torch, and all ways of installing
+test-wheel: test-installs ## test the wheel with several versions of Python and torch, and all ways of installing
 	.ci/wheel_environments.sh dist/*.whl $(WHEEL_ENVIRONMENTS)
 
-test-installs: wheel ## all ways of installing, some five minutes: imports and trains after each; INSTALLS='wheel cuda' chooses
+test-installs: wheel ## install in all ways, import and train, five minutes; INSTALLS='wheel cuda' selects
 	$(BIN)/python .ci/installs.py $(INSTALLS)
 
-test-commands: $(VENV)/installed-demo ## types the commands of the documentation
+test-commands: $(VENV)/installed-demo ## run the commands of the documentation
 	$(BIN)/python .ci/commands.py
 
-# Bagua's wheel is for Python 3.10 alone, and needs the CUDA build of torch: some 5 GB on disk.
+# Bagua's wheel needs Python 3.10 and a CUDA build of torch: some 5 GB on disk.
 BAGUA_VENV ?= .venv-bagua
 BAGUA_PYTHON ?= $(shell for python in python3.10 "$$HOME"/.pyenv/versions/3.10.*/bin/python; do \
 	"$$python" -c 'import ensurepip, sys; sys.exit(sys.version_info[:2] != (3, 10))' 2>/dev/null && echo "$$python" && break; done)
 BAGUA_RANKS ?= 2
-# Bagua's library is linked against NCCL's, which it finds by itself only after torch was imported.
+# Bagua's library is linked with NCCL, which it finds without this only if torch was imported first.
 BAGUA_RUN = LD_LIBRARY_PATH="$(abspath $(BAGUA_VENV))/lib/python3.10/site-packages/nvidia/nccl/lib$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}" \
 	$(abspath $(BAGUA_VENV))/bin/python
 
-bagua-env: $(BAGUA_VENV)/installed ## an environment with Python 3.10, Bagua and the wheel; downloads some gigabytes
+bagua-env: $(BAGUA_VENV)/installed ## create an environment with Python 3.10, Bagua and the wheel; downloads some gigabytes
 bagua-packages: $(BAGUA_VENV)/packages
 
-demo-bagua: bagua-env ## trains the digits of the demo under Bagua's launcher
+demo-bagua: bagua-env ## train the demo with Bagua's launcher
 	$(BAGUA_RUN) -m bagua.distributed.launch --nproc_per_node=$(BAGUA_RANKS) examples/train_digits.py $(ARGS)
 
-# In a copy without the package, so that the wheel is tested, whose folder comes first: Bagua installs a package "tests".
-test-bagua: bagua-env ## the tests on Bagua that need no GPU
+# In a copy without the package, so that the wheel is tested. The copy's folder comes first: Bagua installs a package "tests".
+test-bagua: bagua-env ## tests with Bagua that need no GPU
 	rm -rf build/bagua-tests && mkdir -p build/bagua-tests
 	cp -r pyproject.toml README.md benchmarks docs examples tests build/bagua-tests
 	cd build/bagua-tests && $(BAGUA_RUN) -m pytest -m 'not gpu and not slow' $(ARGS) tests/bagua_job
@@ -50,7 +49,7 @@ $(BAGUA_VENV)/bin/python:
 		'make BAGUA_PYTHON=/path/to/python3.10' >&2; exit 1; }
 	$(BAGUA_PYTHON) -m venv $(BAGUA_VENV)
 
-# With a copy of the package without kernels, which the wheel replaces: nobody waits for the wheel here.
+# With the package without kernels, which the wheel replaces later: creating the environment does not wait for the wheel.
 $(BAGUA_VENV)/packages: $(BAGUA_VENV)/bin/python pyproject.toml
 	mkdir -p build/bagua
 	cp -r pyproject.toml setup.py README.md LICENSE bagua_syncbn build/bagua

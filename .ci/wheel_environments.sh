@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# wheel_environments.sh WHEEL PYTHON:TORCH...   installs the wheel beside each and runs the tests on it.
-# PYTHON is looked for on the path and among pyenv's; TORCH is a pip requirement, or an existing environment's directory
-# preceded by "=", as in python3.10:=/path/to/environment.
+# wheel_environments.sh WHEEL PYTHON:TORCH...   tests the wheel in an environment for each pair.
+# PYTHON is on the path or in pyenv; TORCH is a pip requirement, or "=" and the directory of an existing environment:
+# python3.10:=/path/to/environment.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 wheel=$(realpath "$1"); shift
@@ -26,7 +26,7 @@ for environment in "$@"; do
   "$directory/bin/python" -m pip install --quiet --no-deps --force-reinstall "$wheel"
   "$directory/bin/python" -m pip install --quiet 'bagua_syncbn[test]'
   directory=$(realpath "$directory")
-  # Away from the sources, so that the installed package is imported. Tests that are not named here need the checkout.
+  # Outside of the sources, so that the installed package is imported. All other tests need the checkout.
   tests=$(mktemp -d)
   cp pyproject.toml "$tests"
   cp -r benchmarks docs tests "$tests"

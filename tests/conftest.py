@@ -1,4 +1,4 @@
-"""Fixtures of all tests: the pool of worker processes, the emulated CUDA library, seeds."""
+"""Fixtures for all tests: rank processes, the emulated CUDA library, seeds."""
 
 import gc
 import os
@@ -13,7 +13,7 @@ from tests.helpers.emulated import CSRC, build_library, find_headers, load_libra
 from tests.helpers.large_groups import LargeGroups
 from tests.helpers.workers import WorkerPool, forget_compilations
 
-# Failed assertions in helpers show their values, as in test files.
+# Failed assertions in helpers show values, as in test files.
 pytest.register_assert_rewrite(
     *(
         f"tests.helpers.{name}"
@@ -24,7 +24,7 @@ pytest.register_assert_rewrite(
 # TF32 errors in cuBLAS and cuDNN exceed the tolerances a hundredfold. Ranks inherit the variable.
 os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
 torch.backends.cudnn.allow_tf32 = False
-os.environ["KINETO_CONFIG"] = str(Path(__file__).parent / "helpers" / "kineto.conf")  # for the ranks too
+os.environ["KINETO_CONFIG"] = str(Path(__file__).parent / "helpers" / "kineto.conf")  # also for the ranks
 
 
 @pytest.fixture(scope="session")
@@ -38,20 +38,20 @@ def pool():
 
 @pytest.fixture
 def large(pool):
-    """The pool, in groups that sum statistics as large groups do."""
+    """The pool, with groups that sum statistics as large groups do."""
     yield LargeGroups(pool)
     pool.forget_job()
 
 
 @pytest.fixture(params=["pool", "large"])
 def groups(request):
-    """The pool, in groups that gather statistics and in groups that sum them."""
+    """The pool, with groups that gather statistics and with groups that sum them."""
     return request.getfixturevalue(request.param)
 
 
 @pytest.fixture(scope="module")
 def single_threaded():
-    """Runs operations in one thread, since replicas in threads need the cores."""
+    """Runs operations in one thread, since ranks or replicas in threads need the cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -75,7 +75,7 @@ def begun_anew():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
-    """Runs a test with the mark ``ranks(n)`` on each of n ranks, with ``new_job=True`` in a new job."""
+    """Runs tests with the mark ``ranks(n)`` on n ranks; with ``new_job=True`` in a new job."""
     mark = pyfuncitem.get_closest_marker("ranks")
     if mark is None:
         return None
@@ -90,13 +90,8 @@ def pytest_pyfunc_call(pyfuncitem):
     return True
 
 
-def pytest_collection_modifyitems(items):
-    """Puts the longest files first, so that no worker waits for them at the end."""
-    items.sort(key=lambda item: item.path.stem not in ("test_values", "test_compile", "test_divergence"))
-
-
 def pytest_collection_finish():
-    gc.freeze()  # the collector skips all modules of torch from now on
+    gc.freeze()  # the collector skips torch's modules from now on
 
 
 def pytest_runtest_setup(item):

@@ -1,6 +1,6 @@
-"""Costs of a layer in counts that no noise can change: ops, collectives, bytes on the wire, reads, allocations.
+"""Costs of a layer in counts without noise: ops, collectives, bytes on the wire, host reads, allocations, functions.
 
-A count that grows fails here, whatever a clock would say.
+All limits are upper bounds.
 """
 
 import sys
@@ -17,12 +17,11 @@ from bagua_syncbn import ops
 from tests.helpers.counted import EXCHANGE
 from tests.helpers.dispatched import count_step
 from tests.helpers.observed import MESSAGE
-from tests.helpers.user_layers import BatchNormAct
 
 CHANNELS = 6
-SHAPE = (4, CHANNELS, 32, 32)  # nothing but what has the size of the input is as large as it
+SHAPE = (4, CHANNELS, 32, 32)  # larger than all tensors that do not have the size of the input
 
-PACKED = 4 * (2 * CHANNELS + 2 + 3)  # mean, variance, a count of two words, and three of the header
+PACKED = 4 * (2 * CHANNELS + 2 + 3)  # mean, variance, a count in two words, a header of three words
 SUMS = 4 * (2 * CHANNELS + 6)
 
 
@@ -34,82 +33,64 @@ class Pass(NamedTuple):
     large: int  # allocations of at least the size of the input
 
 
-class Case(NamedTuple):
+class Costs(NamedTuple):
     forward: Pass
     backward: Pass
-    peak: int = 2  # sizes of the input: output and gradient of the input
+    peak: int = 2  # in sizes of the input: output and input gradient
     dtype: torch.dtype = torch.float32
     memory_format: torch.memory_format = torch.contiguous_format
     options: dict = {}  # noqa: RUF012 - of the layer
     input_grad: bool = True
-    plain_grad: bool = True  # else one that autograd has expanded, as that of a sum
+    expanded_grad: bool = False  # an output gradient that autograd expanded, as for a sum
 
 
-# Forward: stats, room for what is gathered, merge, normalize; by collectives a view of the room and the collective too.
-# Backward: sums, gradient; by collectives room for what is gathered, a view of it, the collective and their total too.
+# Forward: stats, room for gathered rows, merge, normalize; by collectives also a view of the room and the collective.
+# Backward: sums, gradient; by collectives also room for the gathered sums, a view, the collective and the total.
 SHARES = MESSAGE == EXCHANGE
 FORWARD, BACKWARD = Pass(4 if SHARES else 6, PACKED, 1), Pass(2 if SHARES else 6, SUMS, 1)
+# Large groups send float64: stats, merge, normalize; by collectives also the collective.
+LARGE = FORWARD._replace(ops=3 if SHARES else 4, payload=8 * (2 * CHANNELS + 7))
+LARGE_BACKWARD = BACKWARD._replace(ops=2 if SHARES else 3)
 
-CASES = {
-    "float32": Case(FORWARD, BACKWARD),
-    "channels_last": Case(FORWARD, BACKWARD, memory_format=torch.channels_last),
-    "float64": Case(FORWARD._replace(payload=2 * PACKED), BACKWARD._replace(payload=2 * SUMS), dtype=torch.float64),
-    "bfloat16": Case(FORWARD, BACKWARD, dtype=torch.bfloat16),
-    "momentum=None": Case(  # adds num_batches_tracked to what ranks compare: a slice, an addition
-        FORWARD._replace(ops=FORWARD.ops + 2), BACKWARD, options={"momentum": None}
-    ),
-    "not affine": Case(FORWARD, BACKWARD, options={"affine": False}),
-    "no statistics": Case(FORWARD, BACKWARD, options={"track_running_stats": False}),
-    "first layer": Case(FORWARD, Pass(1, 0, 0), peak=1, input_grad=False),
+COSTS = {
+    "float32": Costs(FORWARD, BACKWARD),
+    "channels_last": Costs(FORWARD, BACKWARD, memory_format=torch.channels_last),
+    "float64": Costs(FORWARD._replace(payload=2 * PACKED), BACKWARD._replace(payload=2 * SUMS), dtype=torch.float64),
+    "bfloat16": Costs(FORWARD, BACKWARD, dtype=torch.bfloat16),
+    "momentum=None": Costs(FORWARD, BACKWARD, options={"momentum": None}),
+    "first layer": Costs(FORWARD, Pass(1, 0, 0), peak=1, input_grad=False),
     # Made contiguous once, for the two kernels that read it.
-    "expanded gradient": Case(FORWARD, BACKWARD._replace(ops=BACKWARD.ops + 2, large=2), peak=3, plain_grad=False),
+    "expanded gradient": Costs(FORWARD, BACKWARD._replace(ops=BACKWARD.ops + 2, large=2), peak=3, expanded_grad=True),
+    "large: float32": Costs(LARGE, LARGE_BACKWARD),
+    "large: first layer": Costs(LARGE, Pass(1, 0, 0), peak=1, input_grad=False),
 }
 
 
-def make(case):
-    layer = bagua_syncbn.SyncBatchNorm2d(CHANNELS, **case.options)
-    if case.dtype == torch.float64:
+def make(costs):
+    layer = bagua_syncbn.SyncBatchNorm2d(CHANNELS, **costs.options)
+    if costs.dtype == torch.float64:
         layer.double()
-    x = torch.randn(SHAPE).to(case.dtype, memory_format=case.memory_format).requires_grad_(case.input_grad)
-    grad = torch.randn(SHAPE).to(case.dtype, memory_format=case.memory_format)
-    return layer, x, grad if case.plain_grad else torch.randn((), dtype=case.dtype).expand(SHAPE)
+    x, grad = (torch.randn(SHAPE).to(costs.dtype, memory_format=costs.memory_format) for _ in range(2))
+    if costs.expanded_grad:
+        grad = grad[:1, :1, :1, :1].expand(SHAPE)
+    return layer, x.requires_grad_(costs.input_grad), grad
 
 
-def check_counts(case):
-    """Counts a step of a layer on a rank, after the ranks have learned the order of calls."""
-    layer, x, grad = make(case)
-    for _ in range(2):
-        output = layer(x)
-        if output.requires_grad:
-            output.backward(grad)
-        layer.zero_grad()
-        x.grad = None
-    *passes, peak = count_step(layer, x, grad)
+def check_costs(costs):
+    *passes, peak = count_step(*make(costs))
     is_native = not ops.KERNELS.startswith("reference")
-    for most, counted in zip(case[:2], passes, strict=True):
+    for most, counted in zip(costs[:2], passes, strict=True):
         assert len(counted.ops) <= most.ops, counted.ops
         assert max(counted.collectives, counted.waits) <= (most.payload > 0)
         assert counted.payload <= most.payload
         assert counted.reads == 0
         assert counted.large <= most.large or not is_native
-    assert peak // x.nbytes <= case.peak or not is_native
+    assert peak // (costs.dtype.itemsize * torch.Size(SHAPE).numel()) <= costs.peak or not is_native
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_no_count_grows(pool, name, ranks):
-    pool.run(check_counts, ranks, CASES[name])
-
-
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "no statistics", "first layer", "momentum=None"])
-def test_large_groups_cost_no_more_than_small_ones(large, name):
-    """Except for a float64 message and, with momentum=None, operations on two squared words."""
-    case = CASES[name]
-    # Stats, merge, normalize; by collectives, the collective too.
-    dispatched = (3 if SHARES else 4) + (13 if name == "momentum=None" else 0)
-    forward = case.forward._replace(ops=dispatched, payload=8 * (2 * CHANNELS + 7))
-    backward = case.backward._replace(ops=min(case.backward.ops, 2 if SHARES else 3))
-    large.run(check_counts, 2, case._replace(forward=forward, backward=backward))
+@pytest.mark.parametrize("name", COSTS)
+def test_no_count_grows(request, name):
+    request.getfixturevalue("large" if name.startswith("large") else "pool").run(check_costs, 2, COSTS[name])
 
 
 def masked(layer, x):
@@ -117,8 +98,6 @@ def masked(layer, x):
         return layer(x)
 
 
-# Distinct functions of this package that each way of a call runs, forward and backward, from the layer to the wait for
-# the answer of each collective: at most.
 def after_evaluation(layer, x):
     layer.eval()(x)
     return layer.train()(x)
@@ -129,7 +108,8 @@ def without_a_layer(layer, x):
     return bagua_syncbn.sync_batch_norm(x, *buffers, layer.weight, layer.bias)
 
 
-WAYS = {
+# Calls, and the most distinct functions of this package that each runs, forward and backward.
+CALLS = {
     "a first call": (lambda layer, x: layer(x), 84, 20),
     "a later call": (lambda layer, x: layer(x), 20, 10),
     "evaluation": (lambda layer, x: layer.eval()(x), 12, 0),
@@ -140,20 +120,20 @@ WAYS = {
 }
 
 
-def functions_of(way):
+def functions_of(name):
     """Returns the functions of this package that a call runs, forward and backward."""
-    call, package = WAYS[way][0], str(Path(bagua_syncbn.__file__).parent)
-    layer, x, grad = make(CASES["float32"])
-    for _ in range(0 if way == "a first call" else 3):
+    call, package = CALLS[name][0], str(Path(bagua_syncbn.__file__).parent)
+    layer, x, grad = make(COSTS["float32"])
+    for _ in range(0 if name == "a first call" else 3):
         call(layer.train(), x).backward(grad)
-    called = set()
-
-    def note(frame, event, _):
-        if event == "call" and frame.f_code.co_filename.startswith(package):
-            called.add((Path(frame.f_code.co_filename).stem, frame.f_code.co_name))
 
     def functions(part):
-        called.clear()
+        called = set()
+
+        def note(frame, event, _):
+            if event == "call" and frame.f_code.co_filename.startswith(package):
+                called.add((Path(frame.f_code.co_filename).stem, frame.f_code.co_name))
+
         sys.setprofile(note)
         result = part()
         sys.setprofile(None)
@@ -164,40 +144,29 @@ def functions_of(way):
         return forward, functions(lambda: output.backward(grad))[0]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_call_runs_few_functions(pool, way):
-    for found in pool.run(functions_of, 2, way):
-        for functions, most in zip(found, WAYS[way][1:], strict=True):
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_runs_few_functions(pool, name):
+    for found in pool.run(functions_of, 2, name):
+        for functions, most in zip(found, CALLS[name][1:], strict=True):
             assert len(functions) <= most, f"{len(functions)}: {functions}"
 
 
-@pytest.mark.ranks(2)
-def test_cumulative_averages_need_no_further_message():
-    """With momentum=None, the weight of the batch changes in each step."""
-    layer = bagua_syncbn.convert_sync_batchnorm(BatchNormAct(CHANNELS, momentum=None))
-    x, grad = torch.randn(SHAPE, requires_grad=True), torch.randn(SHAPE)
-    for _ in range(3):
-        layer(x).backward(grad)
-    assert [counted.collectives for counted in count_step(layer, x, grad)[:2]] == [1, 1]
-
-
-def check_beside_torch(train):
-    x, grad = torch.randn(SHAPE, requires_grad=True), torch.randn(SHAPE)
-    ours, theirs = bagua_syncbn.SyncBatchNorm2d(CHANNELS), nn.BatchNorm2d(CHANNELS)
-    assert count_step(ours.train(train), x, grad) == count_step(theirs.train(train), x, grad)
+def check_against_torch(train):
+    ours, x, grad = make(COSTS["float32"])
+    assert count_step(ours.train(train), x, grad) == count_step(nn.BatchNorm2d(CHANNELS).train(train), x, grad)
 
 
 @pytest.mark.parametrize("train", [True, False])
 def test_one_process_costs_the_same_as_torch(train):
-    check_beside_torch(train)
+    check_against_torch(train)
 
 
 def test_evaluation_costs_the_same_as_torch(pool):
-    pool.run(check_beside_torch, 2, False)
+    pool.run(check_against_torch, 2, False)
 
 
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize("size", [SHAPE, (16, 64, 32, 32)])  # one of them left to F.batch_norm
+@pytest.mark.parametrize("size", [SHAPE, (16, 64, 32, 32)])  # the smaller input uses F.batch_norm
 def test_one_rank_of_a_job_sends_nothing(size):
     x, grad = torch.randn(size, requires_grad=True), torch.randn(size)
     forward, backward, _ = count_step(bagua_syncbn.SyncBatchNorm2d(size[1]), x, grad)

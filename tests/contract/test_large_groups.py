@@ -1,29 +1,17 @@
-"""Large groups sum statistics in float64 instead of gathering them; tests also lower the limit."""
+"""Large groups sum statistics in float64 instead of gathering rows: accuracy, size of messages, hundreds of ranks."""
 
 import math
 
 import pytest
 import torch
+from torch import nn
 
-from bagua_syncbn import SyncBatchNorm, ops
-from tests.contract.test_contract import GRID, OPTIONS, SPLITS
-from tests.helpers.cases import Case, check
+from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, ops
+from tests.helpers.cases import Case, compare, run_rank
+from tests.helpers.threads import run_threads
+from tests.helpers.told import message_of
 
-MORE = [*OPTIONS, {"order": 2}, {"way": "accumulated"}, {"masks": "random"}]
-
-
-@pytest.mark.parametrize("splits", SPLITS[1:], ids=str)
-def test_ranks_equal_one_process(large, splits):
-    check(large, *(Case(own, shape, *dtypes, layout) for own, (shape, layout), dtypes in GRID
-                   if own == splits and dtypes[0] != torch.float64))  # fmt: skip
-
-
-@pytest.mark.parametrize("splits", [(3, 0, 2), pytest.param((1, 0, 3, 2, 2, 5, 0, 4), marks=pytest.mark.slow)], ids=str)
-def test_ranks_equal_one_process_with_each_option(large, splits):
-    check(large, *(Case(splits, **{"shape": (3, 4, 2), "steps": 3} | given) for given in MORE))
-
-
-# Sums held against the gather.
+pytestmark = pytest.mark.usefixtures("single_threaded")
 
 
 def row(mean, var, count):
@@ -44,76 +32,89 @@ def merged(gathered, ranks):
     return mean, var, count, batches
 
 
-def drawn(ranks, mean, std):
-    generator = torch.Generator().manual_seed(0)
-    batches = torch.randn(ranks, 40, 2, generator=generator, dtype=torch.float64) * std + mean
-    return [ops.batch_norm_stats(batch.float()) for batch in batches]
-
-
+# Rows of all ranks, and the tolerance of the variance.
 HARD = {
-    "a large mean": (drawn(64, 1e3, 1e-2), 2e-5),
     "a mean of a million deviations": ([row([1e3, -1e3], [1e-6, 1e-6], 100)] * 4, 1e-4),
     "counts above 2**24": ([row([1.0, 2.0], [3.0, 4.0], 2**24 + 1), row([1.5, -2.0], [1.0, 5.0], 2**40 + 3)], 1e-12),
-    "empty ranks": ([row([0.0, 0.0], [0.0, 0.0], 0), *drawn(2, 3.0, 2.0), row([0.0, 0.0], [0.0, 0.0], 0)], 1e-12),
-    "all ranks empty": ([row([0.0, 0.0], [0.0, 0.0], 0)] * 3, 0.0),
     "no deviation": ([row([0.1, 7.7], [0.0, 0.0], 3)] * 3, 0.0),
-} | {
-    f"{value} in one channel": ([*drawn(3, 1.0, 1.0), row([value, 1.0], [math.nan, 1.0], 40)], 1e-6)
-    for value in (math.nan, math.inf, -math.inf)
-}  # fmt: skip
+    "NaN in one channel": ([row([math.nan, 1.0], [math.nan, 1.0], 40), row([1.5, -2.0], [1.0, 5.0], 3)], 1e-12),
+    "inf in one channel": ([row([-math.inf, 1.0], [math.nan, 1.0], 40), row([1.5, -2.0], [1.0, 5.0], 3)], 1e-12),
+}
 
 
 @pytest.mark.parametrize("name", HARD)
-def test_summed_statistics_equal_gathered_ones(name):
+def test_summed_statistics_equal_gathered_statistics(name):
     rows, tolerance = HARD[name]
     mean, var, count, batches = merged(torch.stack([sums_of(row) for row in rows]).sum(0), len(rows))
     expected = merged(torch.stack(rows), 1)
     torch.testing.assert_close(mean, expected[0], rtol=1e-12, atol=0, equal_nan=True)
-    # A variance of nothing but rounding is no more than that of the squared mean.
+    # If all values are equal, rounding leaves a variance of up to 1e-16 times the squared mean.
     torch.testing.assert_close(var, expected[1], rtol=tolerance, atol=1e-14, equal_nan=True)
     assert (count, batches) == expected[2:]
 
 
-@pytest.mark.parametrize("mean", [1e2, 1e4, 1e5])
-def test_summed_statistics_have_float64_accuracy(mean):
-    """The relative error of the variance is 1e-16 * mean**2 / var; float32 input loses it from 1e7 deviations on."""
-    generator = torch.Generator().manual_seed(0)
-    batches = (torch.randn(64, 50, 3, generator=generator, dtype=torch.float64) + mean).float()
-    sums = torch.stack([ops.batch_norm_stats(batch, 7, 0, None, True) for batch in batches]).sum(0)
-    buffers = torch.zeros(3).double(), torch.ones(3).double(), torch.tensor(0)
-    ops.batch_norm_gather_stats(sums, *buffers, 1.0, 0.0, None, False, 64)
-    values = batches.double().flatten(0, 1)
-    torch.testing.assert_close(buffers[0], values.mean(0), rtol=1e-9 / mean + 1e-14, atol=0)
-    torch.testing.assert_close(buffers[1], values.var(0), rtol=1e-6 + 5e-16 * mean**2, atol=0)
+def forward_message(ranks, dtype=torch.float32, adds_float64=True):
+    def send(communicator):
+        communicator.adds_float64 = adds_float64
+        SyncBatchNorm(3, process_group=communicator, dtype=dtype)(torch.randn(2, 3, dtype=dtype))
+        return communicator.sent[-1]
+
+    (message,) = set(run_threads(ranks, send))
+    return message
 
 
-class Alike:
-    """A communicator in which all ranks send the same."""
-
-    rank = 0
-
-    def __init__(self, size, **attributes):
-        self.size, self.messages = size, []
-        vars(self).update(attributes)
-
-    def all_gather(self, packed):
-        self.messages.append(("gather", packed.nbytes))
-        return packed.repeat(self.size, 1)
-
-    def all_reduce(self, packed):
-        self.messages.append(("sum", packed.nbytes))
-        return packed * self.size
-
-
-def forward_message(ranks, dtype=torch.float32, **attributes):
-    communicator = Alike(ranks, **attributes)
-    SyncBatchNorm(3, process_group=communicator, dtype=dtype)(torch.randn(2, 3, dtype=dtype))
-    return communicator.messages[-1]
-
-
-def test_only_shared_facts_decide_whether_ranks_sum():
-    gathered, added = ("gather", 4 * (2 * 3 + 5)), ("sum", 8 * (2 * 3 + 7))
+def test_from_32_ranks_on_messages_do_not_grow():
+    gathered, summed = ("gather", 4 * (2 * 3 + 5)), ("sum", 8 * (2 * 3 + 7))
     assert forward_message(31) == gathered
-    assert forward_message(32) == forward_message(32, torch.bfloat16) == added
+    assert forward_message(32) == forward_message(64) == forward_message(32, torch.bfloat16) == summed
     assert forward_message(32, torch.float64) == ("gather", 8 * (2 * 3 + 5))  # has no wider dtype
     assert forward_message(32, adds_float64=False) == gathered
+
+
+# Cases, and a further tolerance: a mean of 1e4 deviations is rounded, by an error that each value shows.
+CASES = {
+    "float16": ({"dtype": torch.float16, "mean": 5.0, "masks": "random", "zero_masked": True}, 0),
+    "bfloat16": ({"dtype": torch.bfloat16, "parameter_dtype": torch.float32}, 0),
+    "float32": ({"options": {"momentum": None}, "residual": True}, 0),
+    "float64": ({"dtype": torch.float64, "masks": "lengths"}, 0),
+    "one rank is not padding": ({"masks": "padded rank"}, 0),
+    "a mean of 1e4 deviations": ({"mean": 1e4, "std": 1.0}, 1e-2),
+}
+
+
+@pytest.mark.parametrize("size", [64, pytest.param(1024, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", CASES)
+def test_hundreds_of_ranks_equal_one_process(size, name):
+    given, also = CASES[name]
+    case = Case(tuple(3 * rank % 5 for rank in range(1, size + 1)), (3, 2), **given)
+    compare(case, run_threads(size, lambda communicator: run_rank(case, communicator, communicator.rank)), also)
+
+
+def errors_of(size, eps_of):
+    """Returns the error of each rank if the rank's eps in the third step is ``eps_of(rank)``."""
+
+    def run(communicator):
+        model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(8), nn.BatchNorm1d(8)), communicator)
+        for _ in range(2):
+            model(torch.randn(4, 8))
+        model[0].eps = eps_of(communicator.rank)
+        return message_of(model, torch.randn(4, 8))
+
+    return run_threads(size, run)
+
+
+@pytest.mark.parametrize("size", [64, pytest.param(1024, marks=pytest.mark.slow)])
+def test_a_short_error_names_the_one_rank_that_diverges(size):
+    odd, call = size // 2 + 1, "forward of SyncBatchNorm1d '0' of Sequential (8 channels, float32, eps="
+    (message,) = set(errors_of(size, lambda rank: 1e-3 if rank == odd else 1e-5))
+    assert f"ranks 0-{odd - 1}, {odd + 1}-{size - 1}: {call}1e-05" in message
+    assert f"; rank {odd}: {call}0.001" in message
+    assert len(message) < 500
+
+
+@pytest.mark.parametrize("size", [64, pytest.param(1024, marks=pytest.mark.slow)])
+def test_the_error_stays_short_if_many_ranks_diverge(size):
+    (message,) = set(errors_of(size, lambda rank: 1 / (1 + rank)))
+    assert [f"rank {rank}: " in message for rank in range(size)] == [rank < 7 for rank in range(size)]
+    assert f"; ranks 7-{size - 1}: others" in message
+    assert len(message) < 1500

@@ -27,15 +27,15 @@ class Case:
     splits: tuple[int, ...]  # batch size of each rank
     shape: tuple[int, ...]  # (C, *)
     dtype: torch.dtype = torch.float32
-    parameter_dtype: torch.dtype | None = None  # None: as dtype
-    layout: str = "contiguous"
+    parameter_dtype: torch.dtype | None = None  # None: dtype
+    layout: str = "contiguous"  # see laid_out
     options: dict[str, Any] = field(default_factory=dict)  # arguments of the layer
     way: str = "forward"  # key of WAYS: how the layer is called
     checkpoint: str = ""  # key of CHECKPOINTED; the layer is changed before backward recomputes the call
     frozen: tuple[str, ...] = ()  # some of "input", "weight", "bias", "statistics"
     residual: bool = False
-    masks: str = ""  # "random", "padded rank", "nothing", "lengths"
-    zero_masked: bool = False  # masked positions of the inputs are NaN
+    masks: str = ""  # "random", "padded rank" or "lengths"
+    zero_masked: bool = False  # input, residual and output gradient are NaN at masked positions
     spoiled: bool = False  # the last training step has an infinite value
     evaluates: bool = False  # the last step is in evaluation mode
     order: int = 1  # highest order of derivatives
@@ -58,7 +58,7 @@ class Case:
         return bagua_syncbn.freeze_statistics(layer) if "statistics" in self.frozen else layer
 
     def batch(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns input, residual and grad_output of the whole batch."""
+        """Returns input, residual and output gradient of the whole batch."""
         generator = torch.Generator().manual_seed(100 + step)
         size = (sum(self.splits), *self.shape)
         channel = torch.linspace(-1, 1, self.shape[0]).view(-1, *[1] * (len(self.shape) - 1))
@@ -79,7 +79,7 @@ class Case:
         mask = torch.rand(samples, 1, *self.shape[1:], generator=generator) < 0.5
         if self.masks == "padded rank":
             mask[self.splits[0] :] = False
-        return mask & (self.masks != "nothing")
+        return mask
 
     @property
     def last_in_training(self) -> int:
@@ -89,7 +89,7 @@ class Case:
         return step <= self.last_in_training
 
 
-# Shapes, each with a layout of :func:`laid_out`.
+# Pairs of shape and layout.
 SHAPES_IN_LAYOUTS = [
     ((7, 5), "contiguous"),
     ((3, 4, 33), "transposed"),
@@ -100,7 +100,7 @@ SHAPES_IN_LAYOUTS = [
 
 
 def laid_out(tensor: Tensor, layout: str) -> Tensor:
-    """Returns ``tensor`` in another memory layout."""
+    """Returns a copy of ``tensor`` in a memory layout."""
     if layout == "contiguous":
         return tensor.contiguous()
     if layout == "channels_last":
@@ -112,8 +112,7 @@ def laid_out(tensor: Tensor, layout: str) -> Tensor:
     if layout == "sliced":  # strided in every dimension, with a storage offset
         wide = tensor.new_zeros([2 * size + 1 for size in tensor.shape])
         view = wide[tuple(slice(1, None, 2) for _ in tensor.shape)]
-        view.copy_(tensor)
-        return view
+        return view.copy_(tensor)
     raise ValueError(f"layout: got {layout!r}")
 
 
@@ -145,15 +144,13 @@ def make_layer(way: str, channels: int, **options: Any) -> Any:
 
 def as_function(layer: Any) -> Callable[..., Tensor]:
     def call(input: Tensor, **given: Any) -> Tensor:
-        is_training = layer.training
-        tracked = layer.num_batches_tracked if is_training else None
         tensors = layer.running_mean, layer.running_var, layer.weight, layer.bias
         return bagua_syncbn.sync_batch_norm(
-            *(input, *tensors, is_training, layer.momentum, layer.eps, layer.process_group),
+            *(input, *tensors, layer.training, layer.momentum, layer.eps, layer.process_group),
             eps_mode=layer.eps_mode,
             skip_nonfinite=layer.skip_nonfinite,
             activation=layer.fused_activation,
-            num_batches_tracked=tracked,
+            num_batches_tracked=layer.num_batches_tracked if layer.training else None,
             **given,
         )
 
@@ -209,35 +206,38 @@ def call_of(case: Case, layer: Any) -> Callable[..., Tensor]:
     return call
 
 
-def derivatives(
-    outputs: Sequence[Tensor], ranks: Sequence[dict[str, Tensor]], seeds: Sequence[Tensor], first: int, order: int
-) -> list[dict[str, Tensor]]:
-    """Returns the derivatives of each rank by name, up to ``order``, with random output gradients for each order.
+def leaves_of(case: Case, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Returns input, residual if there is one, and output gradient by name, for autograd to differentiate."""
+    named = zip(("input", "residual", "grad_output"), tensors, strict=True)
+    return {
+        name: tensor.detach().requires_grad_(name not in case.frozen)
+        for name, tensor in named
+        if name != "residual" or case.residual
+    }
 
-    ``first`` is the number of the first rank, so that a rank gets the same random numbers alone and among others.
+
+def derivatives(loss: Tensor, ranks: Sequence[dict[str, Tensor]], first: int, order: int) -> list[dict[str, Tensor]]:
+    """Returns the derivatives of each rank by name, up to ``order``. Each next loss is a random sum of the last ones.
+
+    ``first`` is the number of the first rank, which seeds the random numbers.
     """
-    names, found = list(ranks[0]), [{} for _ in ranks]  # type: ignore[var-annotated]
-    wanted, values = [tensor for tensors in ranks for tensor in tensors.values()], outputs
+    found: list[dict[str, Tensor]] = [{} for _ in ranks]
+    wanted = [tensor for tensors in ranks for tensor in tensors.values() if tensor.requires_grad]
     for derivative in range(1, order + 1):
-        if not wanted or not values:
-            break
         if derivative < order:
-            grads = torch.autograd.grad(
-                values, wanted, seeds, create_graph=True, allow_unused=True, materialize_grads=True
-            )
+            gradients = iter(torch.autograd.grad(loss, wanted, create_graph=True, materialize_grads=True))
         else:  # reentrant checkpoints require ``backward``
-            torch.autograd.backward(values, seeds)
-            grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in wanted]
-            for leaf in wanted:
-                leaf.grad = None
-        for index, grad in enumerate(grads):
-            found[index // len(names)][f"{derivative}. derivative by {names[index % len(names)]}"] = grad.detach()
-        pairs = [
-            (grad, torch.randn(grad.shape, generator=torch.Generator().manual_seed(99 * derivative + seed)).to(grad))
-            for seed, grad in enumerate(grads, first * len(names))
-            if grad.requires_grad
-        ]
-        values, seeds = [grad for grad, _ in pairs], [seed for _, seed in pairs]
+            loss.backward()
+            gradients = iter([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in wanted])
+        loss = torch.zeros((), requires_grad=True)  # also if no gradient depends on a leaf
+        for rank, tensors in enumerate(ranks):
+            generator = torch.Generator().manual_seed(100 * derivative + first + rank)
+            for name in (name for name, tensor in tensors.items() if tensor.requires_grad):
+                gradient = next(gradients)
+                found[rank][f"{derivative}. derivative by {name}"] = gradient.detach()
+                loss = loss + (gradient * torch.randn(gradient.shape, generator=generator).to(gradient)).sum()
+    for leaf in wanted:
+        leaf.grad = None
     return found
 
 
@@ -250,31 +250,29 @@ def run_rank(case: Case, process_group: Any = None, rank: int | None = None) -> 
     call = call_of(case, layer)
     for step in range(case.steps):
         layer.train(case.trains(step))
-        mask = case.mask(step)
-        mask = None if mask is None else mask[own]
-        parts = [laid_out(whole[own], case.layout) for whole in case.batch(step)]
-        if case.zero_masked:
-            assert mask is not None
-            parts = [part.masked_fill(~positions_of(mask, part), torch.nan) for part in parts]
-        input, residual, grad_output = parts
-        leaves = {"input": input, "residual": residual} if case.residual else {"input": input}
-        leaves = {name: tensor.detach().requires_grad_(name not in case.frozen) for name, tensor in leaves.items()}
-        if case.order > 1:
-            leaves["grad_output"] = grad_output.requires_grad_()
-        with torch.set_grad_enabled(any(tensor.requires_grad for tensor in (*leaves.values(), *layer.parameters()))):
-            output = call(leaves["input"], leaves.get("residual"), mask)
+        mask, tensors = case.mask(step), [laid_out(whole[own], case.layout) for whole in case.batch(step)]
+        if mask is not None:
+            mask = mask[own]
+            if case.zero_masked:
+                tensors = [tensor.masked_fill(~positions_of(mask, tensor), torch.nan) for tensor in tensors]
+        leaves = leaves_of(case, tensors)
+        output = call(leaves["input"], leaves.get("residual"), mask)
         assert output.dtype == case.dtype
-        if case.layout not in ("transposed", "sliced"):  # F.batch_norm returns these contiguous
+        if case.layout not in ("transposed", "sliced") and output.numel():  # F.batch_norm returns these contiguous
             assert output.stride() == leaves["input"].stride()
-        tensors = leaves | dict(layer.named_parameters())
-        wanted = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
-        (found,) = derivatives([output] * output.requires_grad, [wanted], [grad_output], rank, case.order)
-        steps.append({"output": output.detach()} | found)
+        loss, wanted = (output * leaves["grad_output"]).sum(), leaves | dict(layer.named_parameters())
+        steps.append({"output": output.detach()} | derivatives(loss, [wanted], rank, case.order)[0])
     return {"steps": steps, "buffers": dict(layer.named_buffers())}
 
 
 def run_ranks(cases: Sequence[Case]) -> list[dict[str, Any]]:
-    return [run_rank(case) for case in cases]
+    results = []
+    for case in cases:
+        try:
+            results.append(run_rank(case))
+        except Exception as error:
+            raise AssertionError(f"{case} raised") from error
+    return results
 
 
 def positions_of(mask: Tensor, input: Tensor) -> Tensor:
@@ -290,45 +288,41 @@ def run_reference(case: Case) -> list[dict[str, Any]]:
     Each rank has a copy of the parameters, so the gradients of a copy are this rank's share.
     """
     layer = case.layer().double()
-    results: list[dict[str, Any]] = [{"steps": []} for _ in case.splits]
+    parameters, size = dict(layer.named_parameters()), len(case.splits)
+    results: list[dict[str, Any]] = [{"steps": [], "buffers": dict(layer.named_buffers())} for _ in case.splits]
     for step in range(case.steps):
-        input, residual, grad_output = (tensor.double() for tensor in case.batch(step))
-        mask = case.mask(step)
-        inside = torch.ones_like(input[:, :1], dtype=torch.bool) if mask is None else positions_of(mask, input)
+        tensors, mask = [tensor.double() for tensor in case.batch(step)], case.mask(step)
+        valid = torch.ones_like(tensors[0][:, :1], dtype=torch.bool) if mask is None else positions_of(mask, tensors[0])
         if case.zero_masked:
-            input, residual, grad_output = (tensor.where(inside, 0) for tensor in (input, residual, grad_output))
-        parameters = {name: own for name, own in (("weight", layer.weight), ("bias", layer.bias)) if own is not None}
-        tensors = {"input": input, "residual": residual} if case.residual else {"input": input}
-        ranks = []
-        for rank in range(len(case.splits)):
-            own = {name: tensor.split(case.splits)[rank] for name, tensor in tensors.items()}
-            if case.order > 1:
-                own["grad_output"] = grad_output.split(case.splits)[rank]
-            own |= parameters
-            ranks.append({name: own[name].detach().clone().requires_grad_(name not in case.frozen) for name in own})
-        whole = torch.cat([own["input"] for own in ranks])
-        values, statistics = formula.values_of(whole, inside), (layer.running_mean, layer.running_var)
+            tensors = [tensor.where(valid, 0) for tensor in tensors]
+        ranks = [
+            leaves_of(case, own)
+            | {name: value.detach().requires_grad_(name not in case.frozen) for name, value in parameters.items()}
+            for own in zip(*(tensor.split(case.splits) for tensor in tensors), strict=True)
+        ]
+        whole = {name: torch.cat([own[name] for own in ranks]) for name in ranks[0] if name not in parameters}
+        statistics = layer.running_mean, layer.running_var
         if case.trains(step) and "statistics" not in case.frozen:
+            values = formula.values_of(whole["input"], valid)
             statistics = formula.moments(values)
             if layer.track_running_stats:
                 formula.move(layer, values.detach(), layer.skip_nonfinite)
-        normalized = formula.normalize(whole, layer.eps_mode, layer.eps, *statistics)
-        inside = inside.expand(whole[:, :1].shape)
-        outputs = []
-        for own, output, counted in zip(ranks, normalized.split(case.splits), inside.split(case.splits), strict=True):
-            output = output * formula.per_channel(own["weight"], output) if "weight" in own else output
-            output = output + formula.per_channel(own["bias"], output) if "bias" in own else output
-            output = output + own["residual"] if case.residual else output
-            activation = activation_of(layer.fused_activation)
-            output = output if activation is None else activation.of(output)
-            outputs.append(output.where(counted, 0) if case.zero_masked else output)
-        wanted = [{name: tensor for name, tensor in own.items() if tensor.requires_grad} for own in ranks]
-        seeds = [own["grad_output"] for own in ranks] if case.order > 1 else list(grad_output.split(case.splits))
-        needs = outputs[0].requires_grad
-        found = derivatives(outputs if needs else [], wanted, seeds, 0, case.order)
-        for result, output, own in zip(results, outputs, found, strict=True):
-            result["steps"].append({"output": output.detach()} | own)
-    return [result | {"buffers": dict(layer.named_buffers())} for result in results]
+        output = formula.normalize(whole["input"], layer.eps_mode, layer.eps, *statistics)
+        of_rank = torch.arange(size).repeat_interleave(torch.tensor(case.splits))  # the rank of each sample
+        weight, bias = (
+            torch.stack([own[name] for own in ranks])[of_rank].view(-1, case.shape[0], *[1] * (output.dim() - 2))
+            if name in parameters
+            else default
+            for name, default in (("weight", 1), ("bias", 0))
+        )
+        output = output * weight + bias + whole.get("residual", 0)
+        activation = activation_of(layer.fused_activation)
+        output = output if activation is None else activation.of(output)
+        output = output.where(valid, 0) if case.zero_masked else output
+        found = derivatives((output * whole["grad_output"]).sum(), ranks, 0, case.order)
+        for result, own_output, own in zip(results, output.detach().split(case.splits), found, strict=True):
+            result["steps"].append({"output": own_output} | own)
+    return results
 
 
 def check(pool: Any, *cases: Case) -> None:
@@ -362,10 +356,10 @@ def compare(case: Case, results: Sequence[dict[str, Any]], also: float = 0.0) ->
 def _compare(case: Case, actual: Tensor, expected: Tensor, what: str, also: float) -> None:
     """Compares sums, and values rounded in between, relative to 1, since they may cancel."""
     rtol, atol = TOLERANCES[actual.dtype]
-    follows = case.residual or "activation" in case.options
-    if follows or "weight" in what.split(" of rank")[0] or "bias" in what.split(" of rank")[0]:
+    is_rounded_twice = case.residual or "activation" in case.options
+    if is_rounded_twice or "weight" in what.split(" of rank")[0] or "bias" in what.split(" of rank")[0]:
         atol = rtol
-    roundings = 4 if follows else 1
+    roundings = 4 if is_rounded_twice else 1
     if case.order > 1:
         atol, roundings = rtol, 100
     rtol, atol = rtol * roundings, atol * roundings + also

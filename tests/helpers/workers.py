@@ -1,11 +1,4 @@
-"""Rank processes that live for the whole test session and run one function after another.
-
-``pool.run(function, world_size, *args)`` calls ``function(*args)`` on each rank of a gloo job of ``world_size`` and
-returns their results in rank order. ``function`` is pickled by name.
-
-If a rank raises, dies or does not answer, all ranks are killed and :class:`RankError` shows its traceback. The next
-call starts new processes.
-"""
+"""Rank processes that live for the whole test session and run one function after another."""
 
 import faulthandler
 import itertools
@@ -13,14 +6,17 @@ import multiprocessing
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -30,34 +26,52 @@ class RankError(AssertionError):
     """A rank raised, died or did not answer."""
 
 
+def fork_context() -> Any:
+    """Returns a multiprocessing context whose new processes have imported torch, which takes seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.fsdp", "torch._dynamo"])
+    return context
+
+
+def join_job(store: str, rank: int, world_size: int) -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+
+
 class WorkerPool:
-    """Args:
-    join: called on each rank, with a file for a store, rank and world size, before its first function in a job.
+    """Runs functions on ranks.
+
+    Args:
+        join: called on each rank before its first function in a job, with a file for a store, rank and world size.
     """
 
-    def __init__(self, join: Callable[[str, int, int], None] | None = None) -> None:
-        self._join = join or join_job
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch.distributed.fsdp", "torch._dynamo"])  # seconds, for each rank
+    def __init__(self, join: Callable[[str, int, int], None] = join_job) -> None:
+        self._join = join
+        self._context = fork_context()
         self._directory = Path(tempfile.mkdtemp(prefix="bagua_syncbn_ranks_"))
         self._stores = itertools.count()
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
-        self._store = self._directory / "none"
+        self._store = ""
         self._world_size = 0
 
     def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 300) -> list[Any]:
+        """Calls ``function(*args)``, pickled by name, on each rank; returns the results in rank order.
+
+        If a rank raises, dies or does not answer, all ranks are killed, and :class:`RankError` has its traceback. The
+        next call starts new processes.
+        """
         self._start(world_size)
         if world_size != self._world_size:
             self._world_size = world_size
-            self._store = self._directory / f"store{next(self._stores)}"
+            self._store = str(self._directory / f"store{next(self._stores)}")
         test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
-        job = pickle.dumps((function, args, str(self._store), world_size, test))
-        ranks = range(world_size)
-        for rank in ranks:
-            self._pipes[rank].send_bytes(job)
+        job = pickle.dumps((function, args, self._store, world_size, test))
+        for pipe in self._pipes[:world_size]:
+            pipe.send_bytes(job)
         try:
-            return self._collect(set(ranks), timeout)
+            return self._collect(set(range(world_size)), timeout)
         except RankError:
             self.close()
             raise
@@ -82,7 +96,7 @@ class WorkerPool:
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
-        for rank in new:  # imports do not count toward the time-out of the function
+        for rank in new:  # imports do not count toward the timeout of the function
             self._pipes[rank].recv_bytes()
 
     def _collect(self, waiting: set[int], timeout: float) -> list[Any]:
@@ -119,8 +133,8 @@ class WorkerPool:
 
 def _serve(rank: int, pipe: Connection, stacks: str, join: Callable[[str, int, int], None]) -> None:
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which jobs in the background of a shell ignore
-    # A rank that leaves a job early would close connections that other ranks are still opening.
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore SIGINT
+    # A rank that leaves a job early would close connections that peers are still opening.
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     current = current_test = ""
     with Path(stacks).open("w") as stacks_file:
@@ -144,13 +158,37 @@ def _serve(rank: int, pipe: Connection, stacks: str, join: Callable[[str, int, i
             pipe.send_bytes(pickle.dumps(answer))
 
 
+def run_fresh(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs ``code`` as a program in a new process, in which only torch is imported: faster than a new interpreter."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [str(Path(folder, name)) for name in ("stdout", "stderr")]
+        process = fork_context().Process(target=_run, args=(code, arguments, environment, files))
+        process.start()
+        process.join()
+        stdout, stderr = (Path(file).read_text() for file in files)
+    return subprocess.CompletedProcess(code, process.exitcode or 0, stdout, stderr)
+
+
+def _run(code: str, arguments: tuple[str, ...], environment: dict[str, str], files: list[str]) -> None:
+    for stream, file in zip((sys.stdout, sys.stderr), files, strict=True):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), stream.fileno())
+    os.environ.update(environment)
+    sys.argv = ["-c", *arguments]
+    exec(code, {"__name__": "__main__"})
+
+
+@contextmanager
+def launched_by_torchrun(port: int) -> Iterator[None]:
+    """Context in which a rank without a job has the environment of torchrun. ``port``: of a store on this host."""
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    dist.destroy_process_group()
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    with patch.dict(os.environ, environment, CUDA_VISIBLE_DEVICES=""):
+        yield
+
+
 def forget_compilations() -> None:
-    """Resets torch.compile, whose limit of recompilations counts earlier tests."""
+    """Resets torch.compile: its limit of recompilations includes earlier tests."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
-
-
-def join_job(store: str, rank: int, world_size: int) -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)

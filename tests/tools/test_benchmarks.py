@@ -1,9 +1,8 @@
-"""The benchmarks: that they run, and that the documentation shows what was recorded."""
+"""The benchmarks run, and the documentation shows the recorded results."""
 
 import io
 import json
 import re
-import subprocess
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -21,6 +20,7 @@ from benchmarks import charts, noise, peers, recorded, report
 from benchmarks.recorded import of_section
 from benchmarks.sections import SECTIONS, large, stored
 from benchmarks.sections.networks import NETWORKS
+from tests.helpers.workers import run_fresh
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "docs" / "benchmarks.md", ROOT / "README.md"
@@ -28,7 +28,7 @@ RECORDED = {file.name: json.loads(file.read_text()) for file in sorted((ROOT / "
 
 
 def parts_of(chart):
-    """Returns the texts of a chart, and where its parts are."""
+    """Returns the texts of a chart and all coordinates."""
     parts = list(ElementTree.parse(chart).iter())
     places = [place for part in parts for name in "dxy" for place in re.findall(r"[\d.]+", part.get(name, ""))]
     return [(part.tag, (part.text or "").strip()) for part in parts], [float(place) for place in places]
@@ -47,7 +47,7 @@ def test_a_run_measures_every_case_and_shows_its_tables(tmp_path):
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as shown:
         patch.setattr(sys, "argv", ["benchmarks", *arguments, "--output", str(output)])
         benchmarks.__main__.main()
-    dist.destroy_process_group()  # the section gpu made it
+    dist.destroy_process_group()  # of the section gpu
     torch.set_num_threads(threads)
     results = json.loads(output.read_text())
     inputs = [((2, 3, 4, 4), "planar"), ((2, 3, 4, 4), "interleaved"), ((5, 6), "interleaved")]
@@ -78,14 +78,6 @@ def test_every_rule_for_large_groups_computes_the_layers_step():
         assert messages["torch"] == [("gather", 4 * 513), ("sum", 4 * 512)]
 
 
-def test_message_times_follow_from_latency_and_bytes():
-    message = 25_000  # bytes, a microsecond
-    assert large.on_wire([("gather", message)], 8) == pytest.approx(6.6 + 7 * 0.6 + 7)
-    assert large.on_wire([("gather", message)], 64) == pytest.approx(6.6 + 56 * 1.0 + 7 * 2.7 + 63)
-    assert large.on_wire([("sum", message), ("sum", 0)], 64) == pytest.approx(2 * (6.8 + 14 * 0.6 + 6 * 5.0) + 2)
-    assert large.received([("gather", 100), ("sum", 100)], 4) == 300 + 150
-
-
 @pytest.mark.parametrize(("network", "share"), [
     ("convolution, norm, ReLU", 0.55),
     ("convolution, norm, SiLU", 0.40),
@@ -99,7 +91,7 @@ def test_networks_store_the_documented_shares(network, share):
     assert stored.stored_bytes(models["recomputed"], batch) <= share * stored.stored_bytes(models["plain"], batch)
 
 
-def test_the_pages_and_their_charts_show_what_was_recorded(tmp_path):
+def test_pages_and_charts_show_the_recorded_results(tmp_path):
     texts = [page.read_text(encoding="utf-8") for page in PAGES]
     assert all(any(f"<!-- begin {name} " in text for text in texts) for name in RECORDED)
     assert [report.update_page(text, RECORDED) for text in texts] == texts
@@ -113,8 +105,7 @@ def test_the_pages_and_their_charts_show_what_was_recorded(tmp_path):
 
 
 def test_measuring_does_not_need_matplotlib():
-    code = "import sys; sys.modules['matplotlib'] = None; import benchmarks.__main__"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    run_fresh("import sys; sys.modules['matplotlib'] = None; import benchmarks.__main__").check_returncode()
 
 
 def test_the_page_shows_the_batch_noise_of_the_demo(tmp_path):

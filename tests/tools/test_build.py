@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from bagua_syncbn.ops import native
+from tests.helpers.workers import run_fresh
 
 ROOT = Path(__file__).parents[2]
 
@@ -236,8 +237,7 @@ def test_only_a_python_with_the_gil_has_the_stable_abi(checkout, tmp_path, free_
 
 def test_a_python_without_the_gil_is_refused():
     code = "import sys; sys._is_gil_enabled = lambda: False; import bagua_syncbn"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "ImportError: bagua_syncbn needs the GIL" in done.stderr
+    assert "ImportError: bagua_syncbn needs the GIL" in run_fresh(code).stderr
 
 
 def test_an_editable_installation_without_kernels_removes_an_older_library(checkout):
@@ -283,6 +283,5 @@ assert model[1].weight.grad.abs().min() > 0
 
 
 def test_imports_and_trains_without_posix():
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "BAGUA_SYNCBN_KERNELS": "reference"}
-    done = subprocess.run([sys.executable, "-c", ELSEWHERE], env=environment, capture_output=True, text=True)
+    done = run_fresh(ELSEWHERE, BAGUA_SYNCBN_KERNELS="reference")
     assert done.returncode == 0, done.stderr

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import math
-import os
 import runpy
 import sys
 from pathlib import Path
@@ -13,12 +12,13 @@ from warnings import catch_warnings, filterwarnings
 import pytest
 import torch.distributed as dist
 
+from tests.helpers.workers import launched_by_torchrun
+
 for _package in ("matplotlib", "sklearn", "tqdm"):
     pytest.importorskip(_package, reason=f"the examples need {_package}: pip install -e '.[demo]'")
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-SCRIPT = EXAMPLES / "train_digits.py"
-ARGUMENTS = ["--steps", "10", "--dtype", "float64"]
+SCRIPT = str(EXAMPLES / "train_digits.py")
 
 
 @pytest.fixture
@@ -31,23 +31,17 @@ def demo(monkeypatch, tmp_path):
 
 
 def run_script(port, arguments):
-    """On each rank, as torchrun starts it."""
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    dist.destroy_process_group()
-    launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    launched |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    launched["CUDA_VISIBLE_DEVICES"] = ""
-    with patch.dict(os.environ, launched), patch.object(sys, "argv", [str(SCRIPT), *arguments]), catch_warnings():
-        filterwarnings("error", "with_bagua")  # the demo's own control must not warn
-        runpy.run_path(str(SCRIPT), run_name="__main__")
+    with launched_by_torchrun(port), patch.object(sys, "argv", [SCRIPT, *arguments]), catch_warnings():
+        filterwarnings("error", "with_bagua")  # the demo's unsynchronized run must not warn
+        runpy.run_path(SCRIPT, run_name="__main__")
 
 
 def test_synchronized_ranks_train_like_one_process_and_others_do_not(demo, pool, monkeypatch, tmp_path, capsys):
-    """Two ranks in place of four, and 10 steps in place of 537."""
+    """Two ranks instead of four, and 10 steps instead of 537."""
 
     def train(name):
         output = tmp_path / f"{name}.json"
-        arguments = [*ARGUMENTS, *demo.RUNS[name][2], "--output", str(output)]
+        arguments = ["--steps", "10", "--dtype", "float64", *demo.RUNS[name][2], "--output", str(output)]
         store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         pool.run(run_script, 1 if name == "reference" else 2, store.port, arguments)
         pool.forget_job()
@@ -60,11 +54,11 @@ def test_synchronized_ranks_train_like_one_process_and_others_do_not(demo, pool,
     assert results["synced"]["max_gap"] < 1e-12 < 1e-2 < results["unsynced"]["max_gap"]
     assert results["synced"]["test_accuracy"] == results["reference"]["test_accuracy"] > 0.1
     assert (demo.OUTPUT / "loss.png").read_bytes().startswith(b"\x89PNG")
-    *_, told, _ = capsys.readouterr().out.splitlines()
-    assert told.replace("10 steps", "537 steps") in (EXAMPLES.parent / "README.md").read_text().splitlines()
+    *_, verdict, _ = capsys.readouterr().out.splitlines()
+    assert verdict.replace("10 steps", "537 steps") in (EXAMPLES.parent / "README.md").read_text().splitlines()
 
 
-def test_the_demo_fails_if_ranks_differ_or_the_control_does_not(demo, monkeypatch):
+def test_the_demo_fails_if_ranks_differ_or_the_unsynchronized_run_does_not(demo, monkeypatch):
     losses = {"reference": [2.25, 1.0], "synced": [2.25, 1.0001], "unsynced": [2.25, 1.0001]}
     monkeypatch.setattr(demo, "train", lambda name: {"losses": losses[name], "test_accuracy": 0.9625})
     with pytest.raises(SystemExit, match=r"synced: expected .*\nunsynced: expected "):

@@ -1,11 +1,12 @@
 """Runs the Python blocks of README.md and docs/; checks their links and pictures.
 
-An HTML comment in the line before a block says how it is run:
+An HTML comment before a block selects how to run it:
 
-    none                           in this process, without a job, in one namespace with all blocks of its page
-    <!-- ranks: 2 -->              as a script of its own on two ranks, which find each other as under torchrun
-    <!-- package: apex -->         as without a marker, on a fake of tests/helpers/fake_packages.py
-    <!-- not run: needs Bagua -->  compiled only, as with CUDA in its place; bagua_job/test_bagua_docs.py runs it
+    none                           in this process, without a job, in one namespace for all blocks of the page
+    <!-- ranks: 2 -->              as a script on two ranks launched by torchrun
+    <!-- package: apex -->         like none, with a fake package from tests/helpers/fake_packages.py
+    <!-- not run: needs Bagua -->  compile only; bagua_job/test_bagua_docs.py runs it
+    <!-- not run: needs CUDA -->   compile only
 """
 
 import os
@@ -16,7 +17,6 @@ from importlib import import_module
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import NamedTuple
-from unittest.mock import patch
 from xml.etree import ElementTree
 
 import pytest
@@ -27,6 +27,7 @@ from torch import nn
 import bagua_syncbn
 from bagua_syncbn.conversion import converters
 from tests.helpers.fake_packages import PACKAGES, stand_in_for
+from tests.helpers.workers import launched_by_torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -54,7 +55,7 @@ def read_blocks(page: Path) -> list[Block]:
     blocks = []
     for match in BLOCK.finditer(text):
         lines_before = text.count("\n", 0, match.start("source"))
-        # Empty lines in place of the text before it: a traceback then names the line of the page.
+        # Preceded by empty lines, so that tracebacks show the line of the page.
         code = compile("\n" * lines_before + match["source"], str(page), "exec")
         blocks.append(Block(f"{page.name}:{lines_before + 1}", match["marker"], code))
     return blocks
@@ -64,7 +65,7 @@ def read_blocks(page: Path) -> list[Block]:
 def test_each_block_of_the_docs_runs_in_one_process(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     module = ModuleType("page")
-    monkeypatch.setitem(sys.modules, "page", module)  # where pickle looks for the classes of the page
+    monkeypatch.setitem(sys.modules, "page", module)  # for pickle
     monkeypatch.setattr(converters, "_converters", converters._converters.copy())
     for block in read_blocks(page):
         if block.marker is None or block.package:
@@ -73,15 +74,11 @@ def test_each_block_of_the_docs_runs_in_one_process(page, tmp_path, monkeypatch)
 
 
 def run_scripts(ports: list[int], directory: str) -> list[str]:
-    """Runs on each rank; a store for each script, since they initialize and destroy the same default group."""
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    dist.destroy_process_group()
-    launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    launched |= {"MASTER_ADDR": "localhost", "TORCHELASTIC_USE_AGENT_STORE": "True", "CUDA_VISIBLE_DEVICES": ""}
+    """Runs all scripts on each rank, each with its own store, since all of them use the default group."""
     done, before = [], Path.cwd()
     os.chdir(directory)
     for block, port in zip(scripts(), ports, strict=True):
-        with patch.dict(os.environ, launched, MASTER_PORT=str(port)):
+        with launched_by_torchrun(port):
             exec(block.code, {"__name__": "__main__"})
         assert not dist.is_initialized(), f"{block.name} leaves its process group behind"
         done.append(block.name)
@@ -139,7 +136,7 @@ OF_JOB, OF_SEVERAL = f"{RAISES} of a job", f"{RAISES} over several ranks"
 
 
 def take_a_step(package, module, name, is_synchronized):
-    """In training, with an unregistered layer, which is synchronized or raises."""
+    """Trains an unregistered layer, which is synchronized or raises."""
     with stand_in_for(package):
         model = bagua_syncbn.convert_sync_batchnorm(nn.Sequential(getattr(import_module(module), name)(8)))
         refusal = pytest.raises(RuntimeError, match=f"{name}: expected its forward")

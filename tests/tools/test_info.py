@@ -10,6 +10,7 @@ import torch
 
 import bagua_syncbn
 from bagua_syncbn import info
+from tests.helpers.workers import run_fresh
 
 PROGRAM = """
 import runpy, sys, torch, bagua_syncbn
@@ -34,19 +35,14 @@ def test_import_is_light_and_the_program_prints_all(monkeypatch, capsys):
     assert all(key in text for key in told)
 
 
-def run(code, **environment):
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
-
-
 def test_without_torch_importing_says_what_to_install():
-    done = run("import sys; sys.modules['torch'] = None; import bagua_syncbn")
+    done = run_fresh("import sys; sys.modules['torch'] = None; import bagua_syncbn")
     assert "ModuleNotFoundError: bagua_syncbn needs PyTorch 2.10 or later: pip install torch" in done.stderr
 
 
 @pytest.mark.parametrize("variable", ["KERNELS", "EXCHANGE", "CPU_CAPABILITY"])
 def test_an_environment_variable_with_an_unknown_value_is_refused(variable):
-    done = run("import bagua_syncbn", **{f"BAGUA_SYNCBN_{variable}": "sse9"})
+    done = run_fresh("import bagua_syncbn", **{f"BAGUA_SYNCBN_{variable}": "sse9"})
     assert f"ImportError: BAGUA_SYNCBN_{variable}: expected " in done.stderr
     assert done.stderr.endswith(", got 'sse9'\n")
 
