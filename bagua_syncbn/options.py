@@ -30,6 +30,3 @@ class Options(NamedTuple):
 
 
 EPS_MODES = ("plus", "clamp")
-
-ATTRIBUTES = ("eps", "momentum", "eps_mode", "skip_nonfinite", "fused_activation")
-"""Layer attributes of the options, in the order of the fields."""
