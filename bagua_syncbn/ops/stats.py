@@ -54,7 +54,7 @@ library.impl("batch_norm_stats", torch.library.fallthrough_kernel, "Autograd")
 
 def _masked_moments(input: Tensor, inside: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the variance and mean (C) of the positions ``inside``, and their number."""
-    count = inside.expand(input.size(0), 1, *input.shape[2:]).sum()
+    count = inside.sum()
     divisor, dims = count.clamp(min=1).to(input.dtype), reduced_dims(input)
     center = input.where(inside, 0).sum(dims) / divisor
     deviation = (input - per_channel(center, input)).where(inside, 0)
