@@ -59,7 +59,8 @@ class Probe:
     def _headers_in(self, answer: Tensor) -> list[list[float]] | None:
         """Returns None if all ranks sent this header, else all ranks' headers, or an empty list if summed."""
         if self._is_sum:
-            return [] if headers_differ(answer[-ops.HEADER_SUMS_SIZE :], self._communicator.size) else None
+            differ = headers_differ(answer[-ops.HEADER_SUMS_SIZE :], self._communicator.size)
+            return [] if differ.tolist() else None
         headers: list[list[float]] = answer[:, -ops.HEADER_SIZE :].tolist()
         return None if all(header == self._header for header in headers) else headers
 

@@ -95,7 +95,7 @@ class RankExchange(Exchange):
         differ = headers_differ(header_sums, self.communicator.size)
         if packed.device.type != "cpu" or type(packed) is not Tensor:
             total = total.where(~differ, torch.nan)
-        elif differ:
+        elif differ.tolist():  # on CPU
             self._disagree(self._describe(signature, self._history.calls), packed.device)
         self._history.sending = None
         return total
