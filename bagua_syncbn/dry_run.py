@@ -1,4 +1,4 @@
-"""Runs a model and leaves it, and the random number generators, as they were."""
+"""Dry runs: a model runs, and its state and all random states are restored."""
 
 import ctypes
 import hashlib
@@ -19,7 +19,7 @@ from .groups import LOCAL, spec_of
 from .running_statistics.accumulation import Accumulation
 from .sync_batchnorm import SyncBatchNorm
 
-# Module attributes that are restored. The last is the name of broadcast_buffers since torch 2.13.
+# Module attributes that are restored. forward_sync_buffers is torch 2.13's name of broadcast_buffers.
 _STATE = "training", "_sync_state", "broadcast_buffers", "forward_sync_buffers"
 
 
@@ -30,10 +30,10 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     Compiled models run eagerly inside the context, because compiled code ignores new hooks.
     """
     cuda = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type == "cuda"}
-    states = [
-        (vars(part), {name: vars(part)[name] for name in _STATE if name in vars(part)}) for part in model.modules()
+    saved = [
+        (part, {name: vars(part)[name] for name in _STATE if name in vars(part)}, dict(part._buffers))
+        for part in model.modules()
     ]
-    buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]
     values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     numpy = sys.modules.get("numpy.random")  # None if NumPy was never imported
     with ExitStack() as stack:
@@ -46,13 +46,12 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
-            for state, saved in states:
+            for part, state, buffers in saved:
                 for name in _STATE:
-                    state.pop(name, None)
-                state.update(saved)
-            for current, saved in buffers:
-                current.clear()
-                current.update(saved)
+                    vars(part).pop(name, None)
+                vars(part).update(state)
+                part._buffers.clear()
+                part._buffers.update(buffers)
             for buffer, value in values:
                 if digest(buffer) != digest(value):  # an unnecessary write would break the backward of an earlier call
                     buffer.detach().copy_(value)
@@ -66,10 +65,10 @@ def observe_inputs(
     forward: Callable[[Any], Any],
     training: bool,
 ) -> None:
-    """Runs ``forward`` on ``batches`` without gradients or communication, and leaves ``model`` unchanged.
+    """Runs ``forward`` on ``batches`` without gradients or communication; restores the state of ``model``.
 
-    Calls ``callback`` with name, module, args and kwargs before each call of one of ``layers``, which run in training
-    mode if ``training`` is true. All other modules run in evaluation mode.
+    Calls ``callback`` with name, module, args and kwargs before each call of a layer. The ``layers`` run in training
+    mode if ``training`` is true. All remaining modules run in evaluation mode.
     """
     local, training_layers = spec_of(LOCAL), set(layers.values()) if training else set()
     with unchanged(model), torch.no_grad(), ExitStack() as hooks:
@@ -95,7 +94,7 @@ def forward_of(module: nn.Module, forward: object, device: Any) -> Callable[[Any
     """
     check_callable("forward", forward, "a function of a batch")
     if forward is not None and device is not None:
-        raise ValueError("device: expected None together with forward, which gets the batches as they come")
+        raise ValueError("device: expected None with forward, which gets unchanged batches")
     if callable(forward):
         return forward
 

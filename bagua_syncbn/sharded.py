@@ -26,7 +26,7 @@ def _on_shards(call: Call) -> Tensor | None:
     """Computes ``call`` on the shards of this rank; returns a DTensor placed like the input. None for other inputs.
 
     Raises:
-        TypeError: a tensor is not placed as required, the input is a partial sum, or there is a mask.
+        TypeError: a tensor has the wrong placements, the input is a partial sum, or there is a mask.
         ValueError: the ranks of the group do not hold each value of a channel exactly once; this rank is not in the
             mesh of the input.
     """
@@ -34,8 +34,10 @@ def _on_shards(call: Call) -> Tensor | None:
     if not is_distributed(input):
         return None
     shards = _Shards(input)
-    mean, var = shards.buffer("running_mean", mean), shards.buffer("running_var", var)
-    buffers = ops.Buffers(mean, var, shards.buffer("num_batches_tracked", batches))
+    buffers = ops.Buffers(*(
+        shards.buffer(name, buffer)
+        for name, buffer in (("running_mean", mean), ("running_var", var), ("num_batches_tracked", batches))
+    ))  # fmt: skip
     if call.has_masks:
         raise TypeError("mask, lengths: expected None with a DTensor input, got a mask; call the layer with to_local()")
     if call.training:
@@ -44,9 +46,14 @@ def _on_shards(call: Call) -> Tensor | None:
         residual = shards.local("residual", residual, shards.placements)
     # Parameters come last, because redistributing them may communicate.
     weight, bias = shards.parameter("weight", weight), shards.parameter("bias", bias)
-    return shards.whole(batch_norm(call._replace(
+    output = batch_norm(call._replace(
         input=shards.input.to_local(), weight=weight, bias=bias, residual=residual, buffers=buffers
-    )))  # fmt: skip
+    ))  # fmt: skip
+    shape, stride = input.shape, input.stride()
+    stride = torch.empty_like(torch.empty_strided(shape, stride, device="meta")).stride()
+    return torch.distributed.tensor.DTensor.from_local(
+        output, shards.mesh, shards.placements, run_check=False, shape=shape, stride=stride
+    )
 
 
 class _Shards:
@@ -69,13 +76,8 @@ class _Shards:
             raise ValueError(f"input: expected a DTensor on a mesh with this rank, got mesh {mesh}")
         chosen = [slice(None) if synced else at for synced, at in zip(self._synchronizes, coordinate, strict=True)]
         expected = sorted(mesh.mesh[tuple(chosen)].flatten().tolist())
-        members = spec_of(process_group).members()
-        if members is None:
-            raise ValueError(
-                "process_group: expected a group with known ranks (e.g. a mesh) with a DTensor input, got "
-                f"{process_group!r}"
-            )
-        got = sorted(set(members).intersection(mesh.mesh.flatten().tolist()))
+        members = spec_of(process_group).members()  # None for a Communicator without ranks
+        got = sorted(set(members or ()).intersection(mesh.mesh.flatten().tolist()))
         if got != expected:
             raise ValueError(
                 f"process_group: expected ranks {expected} of the input's mesh, over which samples and positions are "
@@ -85,15 +87,13 @@ class _Shards:
     def local(self, name: str, tensor: Any, placements: tuple[Placement, ...]) -> Any:
         """Returns the shard of ``tensor``; raises TypeError unless it is a DTensor with these ``placements``."""
         if not is_distributed(tensor) or tensor.device_mesh != self.mesh or tensor.placements != placements:
-            raise TypeError(
-                f"{name}: expected a DTensor of placements {placements} on the input's mesh, got {_described(tensor)}"
-            )
+            raise _wrong(name, f"a DTensor of placements {placements} on the input's mesh", tensor)
         return tensor.to_local()
 
     def buffer(self, name: str, tensor: Any) -> Any:
         """Returns the elements of ``tensor`` for this rank's channels, or the scalar, to be written in place."""
-        if tensor is None or not is_distributed(tensor):
-            return self._plain(name, tensor)
+        if not self._is_distributed(name, tensor):
+            return tensor
         with torch.no_grad():
             replicated = (torch.distributed.tensor.Replicate(),) * len(self.placements)
             return self.local(name, tensor, self._per_channel if tensor.dim() else replicated)
@@ -103,28 +103,23 @@ class _Shards:
 
         The gradient of a DTensor is the gradient for the whole input, placed like the DTensor.
         """
-        if tensor is None or not is_distributed(tensor):
-            return self._plain(name, tensor)
+        if not self._is_distributed(name, tensor):
+            return tensor
         if tensor.device_mesh != self.mesh:
-            raise TypeError(f"{name}: expected a DTensor on the input's mesh, {self.mesh}, got {_described(tensor)}")
-        shares = [
+            raise _wrong(name, f"a DTensor on the input's mesh, {self.mesh}", tensor)
+        grad_placements = [
             torch.distributed.tensor.Partial() if synchronizes else placement
             for synchronizes, placement in zip(self._synchronizes, self._per_channel, strict=True)
         ]
-        return tensor.redistribute(placements=self._per_channel).to_local(grad_placements=shares)
+        return tensor.redistribute(placements=self._per_channel).to_local(grad_placements=grad_placements)
 
-    def whole(self, output: Tensor) -> Tensor:
-        """Returns the DTensor, placed like the input, whose shard on this rank is ``output``."""
-        shape, stride = self.input.shape, self.input.stride()
-        stride = torch.empty_like(torch.empty_strided(shape, stride, device="meta")).stride()
-        return torch.distributed.tensor.DTensor.from_local(
-            output, self.mesh, self.placements, run_check=False, shape=shape, stride=stride
-        )
-
-    def _plain(self, name: str, tensor: Tensor | None) -> Tensor | None:
-        if tensor is not None and tensor.dim() and not self._has_all_channels:
-            raise TypeError(f"{name}: expected a DTensor if channels of input are sharded, got {_described(tensor)}")
-        return tensor
+    def _is_distributed(self, name: str, tensor: Tensor | None) -> bool:
+        """Returns False for None and plain tensors; raises TypeError if a plain tensor has channels of other ranks."""
+        if tensor is None or is_distributed(tensor):
+            return tensor is not None
+        if tensor.dim() and not self._has_all_channels:
+            raise _wrong(name, "a DTensor if channels of input are sharded", tensor)
+        return False
 
 
 def _sharded_dim(placement: Placement, dims: int) -> int | None:
@@ -136,7 +131,8 @@ def _sharded_dim(placement: Placement, dims: int) -> int | None:
     return int(placement.dim) % dims  # type: ignore[attr-defined]  # Shard and _StridedShard have it
 
 
-def _described(tensor: Any) -> str:
+def _wrong(name: str, expected: str, tensor: Any) -> TypeError:
+    got = type(tensor).__name__
     if is_distributed(tensor):
-        return f"a DTensor of placements {tensor.placements} on {tensor.device_mesh}"
-    return type(tensor).__name__
+        got = f"a DTensor of placements {tensor.placements} on {tensor.device_mesh}"
+    return TypeError(f"{name}: expected {expected}, got {got}")

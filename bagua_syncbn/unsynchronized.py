@@ -1,4 +1,4 @@
-"""Warning for a launched job whose processes compute their own statistics."""
+"""Warning for a launched job without a process group."""
 
 import functools
 import os
@@ -18,7 +18,7 @@ def _warn_without_group(call: Call) -> bool:
 
 @functools.cache
 def _warn_if_launched_with_others() -> None:
-    """Warns, once in a process, if a launcher started several ranks and no process group was initialized."""
+    """Warns once if a launcher started several ranks, and no process group was initialized."""
     size = os.environ.get("WORLD_SIZE", "1")
     if size.isdecimal() and int(size) > 1:
         warnings.warn(

@@ -1,7 +1,7 @@
-"""Several replicas in one process on CPU: as if one had as many GPUs, or a job of as many ranks.
+"""Replicas on CPU, in a single process.
 
-Trains the network of ``train_digits.py`` twice on the same batches, in one piece and in replicas whose batch
-normalization layers are synchronized, and prints how far apart the two come::
+Trains the network of ``train_digits.py`` twice on the same batches, as one model and in synchronized replicas, and
+prints the largest difference::
 
     python examples/data_parallel_cpu.py --replicas 4
     python examples/data_parallel_cpu.py --replicas 4 --unsynchronized
@@ -23,9 +23,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--batch-size", type=int, default=61, help="of all replicas together")
+    parser.add_argument("--batch-size", type=int, default=61, help="for all replicas in total")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--unsynchronized", action="store_true", help="leave torch's layers in the replicas")
+    parser.add_argument("--unsynchronized", action="store_true", help="do not convert the layers")
     return parser.parse_args(argv)
 
 
@@ -37,14 +37,13 @@ def largest_difference(first: nn.Module, second: nn.Module) -> float:
 def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
     torch.manual_seed(args.seed)
-    # float64, so that what is left are differences of the method and not of rounding.
+    # float64, so that rounding does not hide differences between the methods.
     x_train, _, y_train, _ = load_data(args.seed, torch.float64, torch.device("cpu"))
     whole = build_model().double()
     split = copy.deepcopy(whole)
     if not args.unsynchronized:
         split = convert_model(split)
-    # The same model and the same optimizer as ever; only what is called in a step differs.
-    calls = {"one piece": whole, f"{args.replicas} replicas": DataParallelWithCallback(split, ["cpu"] * args.replicas)}
+    calls = {"one model": whole, f"{args.replicas} replicas": DataParallelWithCallback(split, ["cpu"] * args.replicas)}
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (whole, split)]
 
     batches = global_batches(len(x_train), args.batch_size, args.seed)

@@ -1,14 +1,14 @@
-"""Shows on real data what synchronized batch normalization promises: ``make demo``.
+"""Demonstrates synchronized batch normalization on real data: ``make demo``.
 
 Trains the network of ``train_digits.py`` three times from the same initial parameters, on the same samples in the same
 order:
 
-- ``reference``: one process with 8 samples a step;
-- ``synced``: 4 ranks with 2 samples a step each, converted;
-- ``unsynced``: 4 ranks with 2 samples a step each, with plain BatchNorm, whose statistics are those of 2 samples.
+- ``reference``: one process, 8 samples per step;
+- ``synced``: 4 ranks, 2 samples per step each, with converted layers;
+- ``unsynced``: 4 ranks, 2 samples per step each, with plain BatchNorm: statistics of 2 samples.
 
 Writes the losses to ``build/demo/results.json`` and draws them in ``build/demo/loss.png``. Exits with status 1 unless
-the synced loss is that of the reference at every step, up to rounding, and the unsynced one is not.
+the synced loss equals the reference at every step, up to rounding, and the unsynced loss does not.
 """
 
 import json
@@ -29,31 +29,30 @@ OUTPUT = EXAMPLES.parent / "build" / "demo"
 RANKS = 4
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
 RUNS: dict[str, tuple[str, list[str], list[str]]] = {
-    "reference": ("one process, 8 samples a step", [], []),
-    "synced": ("4 ranks, 2 samples a step each, synchronized", TORCHRUN, ["--sync"]),
-    "unsynced": ("4 ranks, 2 samples a step each, plain BatchNorm", TORCHRUN, ["--no-sync"]),
+    "reference": ("one process, 8 samples per step", [], []),
+    "synced": ("4 ranks, 2 samples per step each, synchronized", TORCHRUN, ["--sync"]),
+    "unsynced": ("4 ranks, 2 samples per step each, plain BatchNorm", TORCHRUN, ["--no-sync"]),
 }
 
-# Four ranks add up in another order than one process, so their losses agree up to rounding. Measured: a largest gap of
-# 1e-15 over the 537 steps. Multiplying all initial parameters by 1 + 1e-12 noise instead changed no loss by more than
-# 2e-12, so training amplifies a difference in rounding (other processors, other libraries) hardly at all, and the bound
-# leaves it a factor of a million. What is not rounding shows far above the bound: the unsynced run at its first step.
+# Four ranks add up in a different order, so losses equal the reference only up to rounding. The largest measured gap is
+# 1e-15 over 537 steps. Initial parameters with relative noise of 1e-12 changed the losses by at most 2e-12, so training
+# hardly amplifies rounding differences (e.g. between processors or libraries), and the bound has a margin of a million.
+# Real differences exceed the bound by far: the unsynced run does at the first step.
 #
-# Why float64: training amplifies this little only until an activation falls on the other side of the kink of a ReLU,
-# where the gradient jumps. The closest of the 18 million activations of this training is 3e-9 from its kink: out of
-# reach for the rounding of float64, but not always for that of float32. In float32 the synced run left the reference
-# for 4 of 5 seeds, by more than 1e-4 from steps 266, 299, 422 and 472 on and by up to 9e-2 in the end, having been
-# within 5e-7 of it until shortly before.
+# Why float64: the gradient of a ReLU jumps at 0. Among the 18 million activations of this training, the smallest
+# magnitude is 3e-9: float64 rounding cannot flip its sign, but float32 rounding can. In float32 the synced run left the
+# reference for 4 of 5 seeds, by more than 1e-4 after steps 266, 299, 422 and 472, and by up to 9e-2 at the end. Until
+# shortly before, the gap was below 5e-7.
 DTYPE = "float64"
 SYNCED_BOUND = 1e-9
-# Less than this would mean that the network hardly depends on the statistics and that the comparison proves nothing.
+# A smaller gap would mean that the network hardly depends on the statistics: the comparison would prove nothing.
 UNSYNCED_MINIMUM = 1e-2
 
 TITLE = "Four synchronized ranks train like one process; four unsynchronized ranks do not"
 
 
 def train(name: str) -> dict[str, Any]:
-    """Runs ``train_digits.py`` as ``RUNS[name]`` says and returns its losses and test accuracy."""
+    """Runs ``train_digits.py`` with the options in ``RUNS[name]``; returns losses and test accuracy."""
     output = OUTPUT / f"{name}.json"
     description, launcher, arguments = RUNS[name]
     script = [str(EXAMPLES / "train_digits.py"), "--dtype", DTYPE, "--output", str(output)]
@@ -70,22 +69,22 @@ def train(name: str) -> dict[str, Any]:
 
 
 def loss_gaps(losses: list[float], reference: list[float]) -> list[float]:
-    """Returns the distance between two loss curves at each step; infinity where one of them is not finite."""
+    """Returns the distance between two loss curves at each step; infinity where a loss is not finite."""
     if len(losses) != len(reference):
-        raise ValueError(f"losses: expected {len(reference)} steps, as in reference, got {len(losses)}")
+        raise ValueError(f"losses: expected {len(reference)} steps, like reference, got {len(losses)}")
     gaps = [abs(loss - other) for loss, other in zip(losses, reference, strict=True)]
     return [gap if math.isfinite(gap) else math.inf for gap in gaps]
 
 
 def find_failures(synced_gap: float, unsynced_gap: float) -> list[str]:
-    """Returns what is wrong with the largest gaps to the reference; nothing if the demo shows what it promises."""
+    """Checks the largest gaps to the reference; returns error messages."""
     failures = []
     if not synced_gap <= SYNCED_BOUND:
         failures.append(f"synced: expected a largest gap of at most {SYNCED_BOUND:.0e}, got {synced_gap:.1e}")
     if not unsynced_gap >= UNSYNCED_MINIMUM:
         failures.append(
             f"unsynced: expected a largest gap of at least {UNSYNCED_MINIMUM:.0e}, got {unsynced_gap:.1e}; "
-            "a network that trains alike without synchronization proves nothing about it"
+            "the network trains equally well without synchronization, so the demo proves nothing"
         )
     return failures
 
@@ -114,7 +113,7 @@ def draw(results: dict[str, dict[str, Any]], title: str, path: Path) -> None:
     top.set_ylim(bottom=0)
     top.legend(loc="upper right")
 
-    floor = 1e-17  # where a gap of 0 is drawn on the logarithmic axis
+    floor = 1e-17  # position of zero gaps on the logarithmic axis
     for losses, color, name in ((unsynced, "tab:orange", "unsynced"), (synced, "midnightblue", "synced")):
         gaps = [max(gap, floor) for gap in loss_gaps(losses, reference)]
         bottom.semilogy(steps, gaps, color=color, linewidth=1, label=f"|{name} - reference|")
@@ -139,8 +138,8 @@ def main() -> None:
     if failures:
         sys.exit("\n".join(failures))
     print(
-        f"The synced loss is that of the reference at each of {len(results['synced']['losses'])} steps, within "
-        f"{SYNCED_BOUND:.0e}: the rounding of {DTYPE}.\nWritten: loss.png and results.json in {os.path.relpath(OUTPUT)}"
+        f"The synced loss equals the reference at each of {len(results['synced']['losses'])} steps, within "
+        f"{SYNCED_BOUND:.0e}: {DTYPE} rounding.\nWritten: loss.png and results.json in {os.path.relpath(OUTPUT)}"
     )
 
 

@@ -6,8 +6,8 @@ The same script runs as one process, under torchrun and under Bagua's launcher::
     torchrun --nproc_per_node=4 examples/train_digits.py
     python -m bagua.distributed.launch --nproc_per_node=4 examples/train_digits.py
 
-``--batch-size`` is that of all ranks together, and the order of the samples depends on the seed alone: however many
-ranks share the work, they train the same model on the same batches.
+``--batch-size`` is the global batch size, and the order of the samples depends only on the seed: any number of ranks
+trains the same model on the same global batches.
 """
 
 import argparse
@@ -30,13 +30,13 @@ import bagua_syncbn
 
 
 def join_job() -> torch.device:
-    """Joins the job of the launcher that started this process, if one did; returns the device to compute on."""
+    """Joins the launcher's job, if there is a launcher; returns the device of this rank."""
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    use_cuda = torch.cuda.device_count() >= local_size  # NCCL needs a device for each rank
+    use_cuda = torch.cuda.device_count() >= local_size  # NCCL needs a device per rank
     device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(device)
-    if use_cuda and "BAGUA_SERVICE_PORT" in os.environ:  # set by Bagua's launcher; Bagua itself is for CUDA only
+    if use_cuda and "BAGUA_SERVICE_PORT" in os.environ:  # set by Bagua's launcher; Bagua needs CUDA
         import bagua.torch_api
 
         bagua.torch_api.init_process_group()
@@ -64,7 +64,7 @@ def build_model() -> nn.Module:
 
 
 def global_batches(samples: int, batch_size: int, seed: int) -> Iterator[Tensor]:
-    """Yields the indices of one global batch after another, without end; all ranks get the same ones."""
+    """Yields the indices of global batches forever, equal on all ranks."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         shuffled = torch.randperm(samples, generator=generator)
@@ -85,18 +85,18 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
     return (model(images).argmax(1) == labels).double().mean().item()
 
 
-DTYPE_HELP = "of parameters and images; Bagua on CUDA exchanges no float64 gradients (default: %(default)s)"
+DTYPE_HELP = "for parameters and images; Bagua on CUDA has no float64 gradients (default: %(default)s)"
 
 
 def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--sync", action=argparse.BooleanOptionalAction, default=True, help="synchronize the layers")
-    parser.add_argument("--batch-size", type=int, default=8, help="of all ranks together (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=8, help="global batch size (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--steps", type=int, help="instead of --epochs")
     parser.add_argument("--lr", type=float, default=0.05, help="(default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float32", help=DTYPE_HELP)
-    parser.add_argument("--output", type=Path, metavar="FILE.json", help="where to write losses and test accuracy")
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="file for losses and test accuracy")
     return parser.parse_args()
 
 
@@ -107,7 +107,7 @@ def main() -> None:
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     x_train, x_test, y_train, y_test = load_data(args.seed, dtype, device)
     steps = args.epochs * (len(x_train) // max(args.batch_size, 1)) if args.steps is None else args.steps
-    # Equal shares: then the mean over ranks of their mean losses is that of the global batch.
+    # With equal shares, the mean of the ranks' losses is the mean over the global batch.
     if args.batch_size not in range(size, len(x_train) + 1, size):
         expected = f"a multiple of {size}, the number of ranks, up to {len(x_train)}, the number of images"
         parser.error(f"--batch-size: expected {expected}, got {args.batch_size}")
@@ -121,11 +121,11 @@ def main() -> None:
         model = bagua_syncbn.convert_sync_batchnorm(model)
     else:
         warnings.filterwarnings("ignore", "with_bagua: found no synchronized layer")
-    # Bagua's data parallelism, or torch's, or none in a single process: whatever join_job found.
+    # Adds the data parallelism of Bagua or torch, depending on the job; none in a single process.
     model = bagua_syncbn.with_bagua(model, [optimizer])
 
-    # Losses have a group of their own, whose threads end with it. Torch's data parallelism never frees the default
-    # group: a thread of it that drops a tensor of Python while the interpreter ends would abort the process.
+    # Losses use a separate group. Torch's data parallelism never frees the default group: if one of its threads drops a
+    # Python tensor during interpreter exit, the process aborts.
     loss_group = dist.new_group() if dist.is_initialized() else None
     batches = islice(global_batches(len(x_train), args.batch_size, args.seed), steps)
     losses = []
@@ -140,8 +140,8 @@ def main() -> None:
         progress.set_postfix(loss=f"{losses[-1]:.4f}", refresh=False)
 
     if rank == 0:
-        # Evaluation does not communicate, so one rank may do it alone. Without --sync each rank has running statistics
-        # of its own; those of rank 0 count here, as in practice they are what a checkpoint holds.
+        # Evaluation does not communicate, so a single rank can run it. With --no-sync, ranks have different running
+        # statistics, and checkpoints usually contain those of rank 0.
         test_accuracy = accuracy(model, x_test, y_test)
         print(f"final loss {losses[-1]:.4f}, test accuracy {test_accuracy:.2%}")
         if args.output:

@@ -1,7 +1,7 @@
-"""Ranks that compare results: each rank gets all results, and an error on one rank is raised on all."""
+"""Ranks that exchange Python objects, and nested batches of tensors."""
 
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -15,10 +15,6 @@ from ..torch_internals.modules import pytree
 _T = TypeVar("_T")
 
 
-class RankError(RuntimeError):
-    """An error on some ranks, raised on all."""
-
-
 class Peers:
     """The ranks of a group; only this process if there is no job."""
 
@@ -29,41 +25,33 @@ class Peers:
         self.size = dist.get_world_size(self.group) if self.in_job else 1
         self.rank = dist.get_rank(self.group) if self.in_job else 0
 
-    def gather(self, step: str, compute: Callable[[], _T]) -> list[_T]:
-        """Returns the results of ``compute`` on all ranks, in rank order, with tensors on CPU. Calls may be nested.
+    def run(self, step: str, compute: Callable[[], _T]) -> _T:
+        """Returns the result of ``compute`` after it returned on all ranks.
 
         Raises:
-            RankError: ``compute`` raised on some ranks, or ranks are in different steps. An error that is the same on
-                all ranks is raised unchanged.
+            RuntimeError: ``compute`` raised on some ranks. An error that all ranks raise is raised unchanged.
         """
-        cause, error, result = None, "", b""
+        cause, text = None, ""
         try:
-            result = pickle.dumps(pytree.tree_map_only(Tensor, _on_cpu, compute()))
-        except RankError:
-            raise
-        except Exception as raised:
-            cause, error = raised, f": {type(raised).__name__}: {raised}"
-        gathered = [(step, error, result)] * self.size
-        if self.size > 1:
-            dist.all_gather_object(gathered, gathered[0], group=self.group)
-        steps, errors, results = zip(*gathered, strict=True)
-        if cause is not None and len({*errors}) == 1:
+            result = compute()
+        except Exception as error:
+            cause, text = error, f"{step}: {type(error).__name__}: {error}"
+        texts = self.gather(text)
+        if cause is not None and len({*texts}) == 1:
             raise cause
-        if any(errors) or len({*steps}) > 1:
-            where = [
-                (rank, f"{steps[rank]}{errors[rank]}") for rank in range(self.size) if errors[rank] or not any(errors)
-            ]
-            text = "; ".join(f"{ranks} in {step}" for ranks, step in ranks_by_text(where))
-            raise RankError(
-                f"{self._caller}: {text if any(errors) else f'ranks call different layers: {text}'}"
-            ) from cause
-        return [pickle.loads(result) for result in results]
+        if any(texts):
+            by_text = ranks_by_text((rank, text) for rank, text in enumerate(texts) if text)
+            errors = "; ".join(f"{ranks} in {text}" for ranks, text in by_text)
+            raise RuntimeError(f"{self._caller}: {errors}") from cause
+        return result
 
-    def run(self, step: str, compute: Callable[[], _T]) -> _T:
-        """Returns the result of ``compute`` on this rank once all ranks have one; raises like :meth:`gather`."""
-        own: list[_T] = []
-        self.gather(step, lambda: own.append(compute()))
-        return own[0]
+    def gather(self, value: _T) -> list[_T]:
+        """Returns the ``value`` of each rank, with tensors on CPU."""
+        value = pytree.tree_map_only(Tensor, _on_cpu, value)
+        gathered = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(gathered, value, group=self.group)
+        return gathered
 
     def mean(self, tensor: Tensor) -> Tensor:
         """Returns the mean of ``tensor`` over ranks."""
@@ -82,54 +70,31 @@ def _on_cpu(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().clone().requires_grad_(tensor.requires_grad)
 
 
-def joined(parts: Sequence[Any], name: str) -> Any:
-    """Concatenates each tensor of nested tuples, lists and dicts along its first dimension.
+def joined(batches: Sequence[Any]) -> Any:
+    """Concatenates each tensor of nested batches along its first dimension; other values must be equal."""
+    if any(pytree.tree_structure(batch) != pytree.tree_structure(batches[0]) for batch in batches):
+        raise ValueError("batch: expected the same structure on all ranks; or pass merge")
 
-    Raises:
-        ValueError: ``parts`` differ in structure, in other dimensions or in values that are not tensors.
-    """
-    hint = "pass merge, which makes one batch of a list of batches"
-    first, *others = map(pytree.tree_structure, parts)
-    for other in others:
-        if other != first:
-            raise ValueError(f"{name}: expected the same structure on all ranks, got {first} and {other}; {hint}")
+    def join(*row: Any) -> Any:
+        if isinstance(row[0], Tensor) and row[0].dim():
+            return torch.cat(row).detach().requires_grad_(row[0].requires_grad)
+        if len({pickle.dumps(value) for value in row}) > 1:
+            raise ValueError(f"batch: expected tensors, or equal values on all ranks, got {row}; or pass merge")
+        return row[0]
 
-    def join(path: Any, *row: Any) -> Any:
-        if all(isinstance(part, Tensor) and part.dim() for part in row):
-            if len({(part.shape[1:], part.dtype) for part in row}) == 1:
-                return torch.cat(row).detach().requires_grad_(row[0].requires_grad)
-            expected = "tensors that differ only in their first dimension"
-            row = tuple(f"{list(part.shape)} of {part.dtype}" for part in row)
-        elif len({pickle.dumps(part) for part in row}) == 1:
-            return row[0]
-        else:
-            expected = "tensors, or equal values on all ranks"
-        raise ValueError(f"{name}{pytree.keystr(path)}: expected {expected}, got {', '.join(map(str, row))}; {hint}")
-
-    return pytree.tree_map_with_path(join, *parts)
-
-
-def share_of(whole: Tensor, shapes: Sequence[Sequence[int]], rank: int) -> Tensor | None:
-    """Returns the part of ``rank`` if ``whole`` is a concatenation of tensors of ``shapes``; otherwise None."""
-    for dim, size in enumerate(whole.shape):
-        others = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
-        if others == {(*whole.shape[:dim], *whole.shape[dim + 1 :])} and sum(shape[dim] for shape in shapes) == size:
-            part: Tensor = whole.split([shape[dim] for shape in shapes], dim)[rank]
-            return part
-    return None
+    return pytree.tree_map(join, *batches)
 
 
 def in_float64(values: Any, like: Any) -> Any:
     """Returns a copy of ``values`` with floating point tensors in float64, on the devices of the tensors in ``like``.
 
-    If ``like`` has a different number of tensors, all go to the device of its first one.
+    If ``like`` has a different number of tensors, all go to the device of its first tensor.
     """
-    devices, number = [tensor.device for tensor in tensors_in(like)], len(tensors_in(values))
-    places: Iterator[Any] = iter(devices if number == len(devices) else [*devices[:1], "cpu"][:1] * number)
+    number, devices = len(tensors_in(values)), [tensor.device for tensor in tensors_in(like)]
+    targets = iter(devices if len(devices) == number else [*devices, torch.device("cpu")][:1] * number)
 
-    def placed(tensor: Tensor) -> Tensor:
+    def convert(tensor: Tensor) -> Tensor:
         dtype = torch.float64 if tensor.is_floating_point() else tensor.dtype
-        copied: Tensor = tensor.detach().to(next(places), dtype, copy=True)
-        return copied.requires_grad_(tensor.requires_grad)
+        return tensor.detach().to(next(targets), dtype, copy=True).requires_grad_(tensor.requires_grad)
 
-    return pytree.tree_map_only(Tensor, placed, values)
+    return pytree.tree_map_only(Tensor, convert, values)

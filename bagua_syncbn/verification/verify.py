@@ -1,10 +1,12 @@
-"""Compares a training step on the ranks with one process, and reports the first difference with its causes."""
+"""Verdict whether a training step on the ranks equals one process and, if not, the likely causes."""
 
 import argparse
+import copy
 import importlib
 import os
+import pickle
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -12,19 +14,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import over_ranks
-from ..checks import check_callable, is_distributed
+from ..checks import is_distributed
 from ..dry_run import digest, unchanged
-from ..groups import text_of_ranks
 from ..models import check_module, is_data_parallel
-from ..sync_batchnorm import SyncBatchNorm
-from .causes import CAUSES, Layers
-from .ranks import Peers, in_float64, joined
-from .steps import Comparison, Loss, copied, kind_of, local_functions, loss_of, tensors_of, with_values
+from ..over_ranks import mean_over_ranks
+from ..torch_internals.modules import pytree
+from .causes import causes_of
+from .ranks import Peers, joined, tensors_in
+from .steps import Comparison, Layers, Loss, copied, first_difference, kind_of, local_functions
 
 # Set by torchrun, Open MPI's mpirun and MPICH's mpirun.
 _WORLD_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
@@ -65,44 +68,38 @@ def verify_synchronization(
 ) -> Verdict:
     r"""Compares a training step of ``model`` on all ranks with the same step in one process on all their batches.
 
-    Both steps run in float64 on copies of the model. Gradients are averaged over ranks, as DistributedDataParallel
-    does. Outputs, loss, gradients and buffers are compared. If they differ, the verdict names the cause if it is found:
-    dropout and other randomness, layers that are not synchronized or whose tensors are used outside their forward,
-    other modules whose buffers differ between ranks after the step, parameters without a gradient, losses that are sums
-    or means over batches of different sizes. If parameters, buffers or modes differ between ranks before the step, the
-    verdict names them and no step runs.
+    Both steps run in float64 on copies of the model. Outputs, loss, buffers, and gradients averaged over ranks are
+    compared. If they differ, the verdict names the likely causes: dropout and other randomness, unconverted layers,
+    modules with buffers that differ between ranks after the step, losses that are sums, or means over batches of
+    different sizes. If parameters, buffers or modes differ between ranks before the step, the verdict names them.
 
-    The model, its gradients, buffers and modes, and all random states are unchanged afterwards, also after an
-    exception. An error on one rank is raised on all. All ranks must make the call.
+    The model, its gradients and all random states are unchanged afterwards, also after an exception. An error on one
+    rank is raised on all ranks, which must all make the call.
 
     Args:
         model: in training mode, with or without DistributedDataParallel.
         batch: the batch of this rank: tensors in nested tuples, lists and dicts.
-        loss: called with a copy of the model, without its wrapper, and a batch; returns a scalar tensor. It must call
-            this copy, and may communicate only by :func:`mean_over_ranks`.
+        loss: called with an unwrapped copy of the model and a batch; returns a scalar tensor. It must call this copy,
+            and may communicate only through :func:`mean_over_ranks`.
         process_group: the ranks that take part, as for :func:`sync_batch_norm`; None for the whole job.
-        merge: makes one batch of a list of all ranks' batches. None concatenates tensors along their first dimension;
-            all other values must be equal on all ranks.
-        by_layer: compare only the batch normalization layers, each on its inputs in a forward pass of ``model`` without
-            gradients. For models that are sharded or do not fit in memory twice.
+        merge: merges a list of all ranks' batches. None concatenates tensors along their first dimension; all other
+            values must be equal on all ranks.
+        by_layer: compare only the batch normalization layers, on their inputs in a forward pass in which they use
+            running statistics and no mask of :func:`masked`. For models that cannot be copied, e.g. sharded models.
 
     Returns:
         A :class:`~bagua_syncbn.verification.Verdict`: true if all tensors are equal on all ranks, and as text the first
-        difference with its causes. Tensors are equal if the values of the ranks, :math:`a`, and of one process,
-        :math:`b`, satisfy
+        difference with its causes. Values are equal if they differ by less than 1e-7 of the largest value of the tensor
+        plus 1e-12 of the largest value of all outputs, gradients, or buffers. Unsynchronized layers differ by 1e-2 or
+        more.
 
-        .. math:: |a - b| \le 10^{-7} \max |b| + 10^{-12} \max |b'|
-
-        with the maximum over the tensor and, for :math:`b'`, over all tensors of its kind (outputs, gradients, ...). A
-        layer that is not synchronized differs by :math:`10^{-2}` or more.
-
-        The verdict is false in a process that a launcher (torchrun, mpirun) started as one of several and that has not
-        called ``torch.distributed.init_process_group``. A note says if no wrapper averages the gradients of ``model``.
+        The verdict is false if a launcher (torchrun, mpirun) started several processes, but
+        ``torch.distributed.init_process_group`` was not called. A note says if no wrapper averages gradients.
 
     Raises:
-        TypeError: ``model`` is not a module; ``loss`` or ``merge`` is not callable or returns another type.
+        TypeError: ``model`` is not a module.
         ValueError: ``model`` is in evaluation mode; ``loss`` does not call its first argument; batches cannot be
-            merged; with ``by_layer``, a layer cannot be compared without its model.
+            merged; with ``by_layer``, there is a DTensor.
         RuntimeError: another rank raised; the model cannot be copied.
 
     Example::
@@ -112,28 +109,42 @@ def verify_synchronization(
         2 ranks equal one process: 1 output, 1 loss, 6 gradients, 6 buffers
     """
     ranks = Peers("verify_synchronization", process_group)
-    ranks.run("the check of the model", lambda: _check(model, loss, merge))
+    ranks.run("the check of the model", lambda: _check(model))
     for name in () if ranks.in_job else _WORLD_SIZES:
         number = int(os.environ.get(name) or 1)
         if number > 1:
             text = f"each trains alone: {name} is {number}, but torch.distributed is not initialized; call "
             return Verdict(number, "nothing", f"{text}torch.distributed.init_process_group() first", ())
     module = unwrapped(model)
-    wrapper = model if isinstance(model, DistributedDataParallel) else None
-    broadcast = dict(module.named_buffers()) if wrapper is not None and wrapper.broadcast_buffers else {}
     with unchanged(module), torch.inference_mode(False):
-        states = ranks.gather("the state of the model", lambda: _state_of(module, broadcast, by_layer))
-        names = dict.fromkeys(name for own in states for name in own)
-        unlike = [name for name in names if any(own.get(name) != states[0].get(name) for own in states)]
+        compared, clone = module, lambda: copy.deepcopy(module).double()
+        first = lambda: _first_pass(module if by_layer else copy.deepcopy(module), batch, loss, by_layer)  # noqa: E731
+        layers, calls = ranks.run("the first forward pass", first)
+        if by_layer:
+            compared, clone, batch = layers, partial(copied, layers), calls
+            loss, merge = partial(_mean_of_sines, process_group), None
+        unlike = _unlike(ranks, compared)
         if unlike:
             others = (f"so do {', '.join(unlike[1:])}",) if unlike[1:] else ()
             return Verdict(ranks.size, "nothing", f"{unlike[0]} differs between ranks before the step", others)
-        if by_layer:
-            return _verify_layers(module, batch, loss, ranks)
-        values, *_ = ranks.gather("the buffers that are broadcast", lambda: broadcast)
-        copy = lambda: with_values(copied(module), values)  # noqa: E731
-        ranks.run("a trial of the loss", lambda: _try_out(copy(), in_float64(batch, batch), loss, model))
-        return _verify(model, Comparison(ranks, copy, batch, loss, merge or partial(joined, name="batch")))
+        ranks.run("the batch", lambda: pickle.dumps(batch))  # raises before a peer waits for the batch
+        batches = ranks.gather(batch)
+        whole = ranks.run("the merge of batches", lambda: joined(batches) if merge is None else merge(batches))
+        found = Comparison(ranks, clone, batch, whole, loss)
+        expected, actual = found.run_alone(), found.run()
+        pairs = found.pairs(actual, expected)
+        difference = first_difference(ranks, pairs)
+        notes = list(causes_of(difference, found, compared, actual, expected)) if difference else []
+    if difference and not notes:
+        notes = ["no cause was found"]
+    if ranks.size > 1 and not by_layer and not any(map(is_data_parallel, model.modules())):
+        notes.append(
+            "this check averaged gradients over ranks, but no wrapper of the model does; wrap it in "
+            "DistributedDataParallel or with_bagua to train"
+        )
+    counted = Counter(map(kind_of, pairs))
+    text = ", ".join(f"{number} {kind}{'s' * (number > 1)}" for kind, number in counted.items())
+    return Verdict(ranks.size, text, difference or None, tuple(notes))
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -142,97 +153,62 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model if inner is None else unwrapped(inner)
 
 
-def _check(model: Any, loss: Any, merge: Any) -> None:
+def _check(model: Any) -> None:
     check_module(model, "model")
-    if not callable(loss):
-        raise TypeError(f"loss: expected a function of the model and a batch, got {type(loss).__name__}")
-    check_callable("merge", merge, "a function of a list of batches")
     if not model.training:
         raise ValueError("model: expected training mode, got evaluation mode; call model.train() first")
 
 
-def _state_of(model: nn.Module, broadcast: Container[str], by_layer: bool) -> dict[str, Any]:
-    """Returns named facts that must be equal on all ranks."""
+def _unlike(ranks: Peers, model: nn.Module) -> list[str]:
+    """Returns the names of parameters, buffers and modes that differ between ranks."""
     facts: dict[str, Any] = {f"mode of module {name!r}": own.training for name, own in model.named_modules()}
-    if not by_layer:  # a sharded model has different tensors on each rank
-        for name, own in tensors_of(model).items():
-            facts[name] = own.dtype, own.shape, name in broadcast or is_distributed(own) or digest(own)
-    return facts
+    for name, own in (*model.named_parameters(), *model.named_buffers()):
+        facts[name] = own.dtype, own.shape, is_distributed(own) or digest(own)
+    by_rank = ranks.gather(facts)
+    names = dict.fromkeys(name for own in by_rank for name in own)
+    return [name for name in names if any(own.get(name) != by_rank[0].get(name) for own in by_rank)]
 
 
-def _try_out(copy: nn.Module, batch: Any, loss: Loss, model: nn.Module) -> None:
+def _first_pass(model: nn.Module, batch: Any, loss: Loss, records: bool) -> tuple[Layers, list[Any]]:
     """Calls ``loss`` once without communication, so that no rank waits for a rank that raises.
 
-    Synchronized layers return their input, and ``mean_over_ranks`` the mean of this rank.
-
-    Raises:
-        ValueError: ``loss`` calls no module, or a part of ``model`` instead of ``copy``.
+    Returns copies of the batch normalization layers, and the calls of these layers, if ``records`` is true. Layers run
+    in evaluation mode, and the caller restores it.
     """
-    original, called = set(model.modules()), set()
-    expected = "loss: expected a function that calls its first argument, a copy of the model, got a function that"
+    layers, calls, called = Layers(), [], set()
 
-    def check(part: nn.Module, _: Any) -> None:
-        called.add(part)
-        if part in original:
-            raise ValueError(f"{expected} calls the original model")
+    def record(name: str, layer: nn.Module, args: Any, kwargs: Any) -> None:
+        if any(map(is_distributed, tensors_in((args, kwargs, layer._parameters, layer._buffers)))):
+            raise ValueError(f"model: expected layers without DTensors if by_layer, got a DTensor in {name!r}")
+        if not kwargs and args[0].dim() > 2:
+            # Ranks may have images of different sizes: (N, C, *) becomes (N * positions, C, 1, ...).
+            ones = (..., *[None] * (args[0].dim() - 2))
+            args = pytree.tree_map_only(Tensor, lambda input: input.movedim(1, -1).flatten(0, -2)[ones], args)
+        layers._modules.setdefault(name, copied(layer))
+        copy = lambda tensor: tensor.detach().clone().requires_grad_(tensor.is_floating_point())  # noqa: E731
+        calls.append((name, *pytree.tree_map_only(Tensor, copy, (args, kwargs))))
 
-    for part in copy.modules():
-        if isinstance(part, (SyncBatchNorm, nn.SyncBatchNorm)):
-            vars(part)["forward"] = lambda input, *_, **__: input
-    with ExitStack() as hooks:
-        hooks.callback(register_module_forward_pre_hook(check).remove)
-        hooks.enter_context(local_functions(over_ranks))
-        loss_of(copy, batch, loss)
-    if not called:
-        raise ValueError(f"{expected} does not")
-
-
-def _verify_layers(model: nn.Module, batch: Any, loss: Loss, ranks: Peers) -> Verdict:
-    layers = Layers(ranks)
-    layers.compare(model, batch, loss)
-    if not layers.compared:
+    with ExitStack() as stack:
+        for name, layer in model.named_modules():
+            if isinstance(layer, _BatchNorm) and layer.training:
+                vars(layer)["training"] = False
+                if records:
+                    stack.callback(layer.register_forward_pre_hook(partial(record, name), with_kwargs=True).remove)
+        stack.enter_context(register_module_forward_pre_hook(lambda part, _: called.add(part)))
+        stack.enter_context(local_functions(over_ranks))
+        stack.enter_context(torch.set_grad_enabled(not records))
+        loss(model, batch)
+    if called.isdisjoint(model.modules()):
+        raise ValueError("loss: expected a function that calls its first argument, an unwrapped copy of the model")
+    if records and not calls:
         raise ValueError("model: expected training calls of batch normalization layers, got none")
-    first, *others = (*layers.differ.values(), *layers.unlike) or (None,)
-    text = f"{layers.compared} call{'s' * (layers.compared != 1)} of layers"
-    return Verdict(ranks.size, text, first, tuple(others))
+    return layers, calls
 
 
-def _verify(model: nn.Module, found: Comparison) -> Verdict:
-    difference = found.difference
-    raises = isinstance(model, DistributedDataParallel) and not (model.find_unused_parameters or model.static_graph)
-    notes = _unused(found, raises)
-    if difference is not None:
-        notes += [note for look in CAUSES for note in look(found)]
-        if not notes:
-            unequal = (
-                "outputs are equal, so statistics match, but the loss is not the mean of the ranks' losses; if it is a "
-                "mean over boxes or pixels, use mean_over_ranks"
-            )
-            notes.append(unequal if kind_of(difference) == "loss" else "no cause was found")
-    elif raises and notes:
-        difference = notes.pop(0)
-    if found.ranks.size > 1 and not any(map(is_data_parallel, model.modules())):
-        notes.append(
-            "this check averaged gradients over ranks, but no wrapper of the model does; wrap it in "
-            "DistributedDataParallel or with_bagua to train"
-        )
-    counted = Counter(map(kind_of, found.pairs))
-    compared = ", ".join(f"{number} {kind}{'s' * (number > 1)}" for kind, number in counted.items())
-    return Verdict(found.ranks.size, compared, difference, tuple(notes))
-
-
-def _unused(found: Comparison, raises: bool) -> list[str]:
-    """Returns notes on parameters that only some ranks use, or no rank if DistributedDataParallel ``raises`` then."""
-    by_rank = found.ranks.gather("the gradients", lambda: found.actual.unused)
-    notes = []
-    for name in dict.fromkeys(name for names in by_rank for name in names):
-        which = [rank for rank, names in enumerate(by_rank) if name in names]
-        if raises or len(which) < len(by_rank):
-            notes.append(
-                f"gradient {name}: {text_of_ranks(which)} did not use the parameter; "
-                "pass find_unused_parameters=True to DistributedDataParallel"
-            )
-    return notes
+def _mean_of_sines(process_group: Any, layers: nn.Module, calls: list[Any]) -> Tensor:
+    """A loss with a different gradient for each output of a layer."""
+    outputs = [output.flatten() for output in tensors_in(layers(calls))]
+    return mean_over_ranks((torch.cat(outputs) + 1).sin(), process_group=process_group)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""mean_over_ranks: with different numbers of samples, ranks get the gradients of the mean in one process."""
+"""mean_over_ranks: gradients equal the mean over all samples in one process, for any numbers of samples per rank."""
 
 import copy
 from contextlib import nullcontext
@@ -18,70 +18,45 @@ from bagua_syncbn.reliability.history import history_in
 from bagua_syncbn.reliability.protocol import RankExchange
 from tests.faults.programs import is_odd, message_of, own_group
 from tests.helpers.observed import collectives
+from tests.helpers.steps import draw
 from tests.helpers.tolerances import assert_close
 
-BOXES = 5  # at most, of an image
+BOXES = 5  # per image, at most
 
 
-class Detector(nn.Sequential):
-    """Predicts boxes (N, BOXES, 4) from features (N, 6)."""
-
-    def __init__(self):
-        torch.manual_seed(0)
-        super().__init__(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, BOXES * 4))
-        self.double()
-
-    def forward(self, features):
-        return super().forward(features).unflatten(1, (BOXES, 4))
+def detector():
+    """A model that predicts boxes (N, BOXES, 4) from features (N, 6)."""
+    torch.manual_seed(0)
+    head = nn.Linear(8, BOXES * 4), nn.Unflatten(1, (BOXES, 4))
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), *head).double()
 
 
-def draw(images, seed):
+def draw_images(images, seed):
     """Returns features, boxes, and a mask of the valid boxes; some images have none."""
-    generator = torch.Generator().manual_seed(seed)
-    features = torch.randn(images, 6, generator=generator, dtype=torch.float64)
-    boxes = torch.randn(images, BOXES, 4, generator=generator, dtype=torch.float64)
-    numbers = torch.randint(BOXES + 1, (images, 1), generator=generator)
-    return features, boxes, torch.arange(BOXES) < numbers
+    numbers = torch.randint(BOXES + 1, (images, 1), generator=torch.Generator().manual_seed(seed))
+    return draw(images, 6, seed=seed), draw(images, BOXES, 4, seed=seed + 50), torch.arange(BOXES) < numbers
 
 
-def losses_of(model, batch):
-    """Returns the losses of all boxes (N, BOXES), and the mask of the valid ones."""
-    return F.smooth_l1_loss(model(batch[0]), batch[1], reduction="none").sum(2), batch[2]
+# Arguments of mean_over_ranks, given the losses of boxes (N, BOXES) and the mask of valid boxes.
+LOSSES = {
+    "mask": lambda losses, valid: (losses, {"mask": valid}),
+    "mask per image": lambda losses, valid: (losses, {"mask": valid[:, :1]}),
+    "selected": lambda losses, valid: (losses[valid], {}),
+    "all": lambda losses, valid: (losses, {}),
+    "count": lambda losses, valid: (losses, {"count": valid.sum()}),
+}
 
 
-def of_boxes(model, batch, **options):
-    return mean_over_ranks(*losses_of(model, batch), **options)
+def arguments_of(loss, model, batch):
+    losses = F.smooth_l1_loss(model(batch[0]), batch[1], reduction="none").sum(2)
+    return LOSSES[loss](losses, batch[2])
 
 
-def of_list(model, batch, **options):
-    """Takes the losses of the valid boxes only, in one dimension."""
-    losses, mask = losses_of(model, batch)
-    return mean_over_ranks(losses[mask], **options)
-
-
-def of_images(model, batch, **options):
-    return mean_over_ranks(model(batch[0]).sin().sum(2), **options)
-
-
-def of_some_images(model, batch, **options):
-    """Takes a mask with one value per image."""
-    return mean_over_ranks(model(batch[0]).sin().sum(2), batch[0][:, :1] > 0, **options)
-
-
-def for_each_box(model, batch, **options):
-    """Divides a sum over all boxes by the number of valid ones."""
-    return mean_over_ranks(model(batch[0]).sin(), count=batch[2].sum(), **options)
-
-
-def expected_of(loss, model, batch):
-    """Returns the mean in one process, computed by torch."""
-    losses, mask = losses_of(model, batch)
-    if loss in (of_boxes, of_list):
-        return losses[mask].sum() / max(int(mask.sum()), 1)
-    if loss is for_each_box:
-        return model(batch[0]).sin().sum() / max(int(mask.sum()), 1)
-    values = model(batch[0]).sin().sum(2)
-    return (values if loss is of_images else values[batch[0][:, 0] > 0]).mean()
+def sum_and_count(arguments):
+    values, options = arguments
+    if "mask" in options:
+        values = values[options["mask"].expand_as(values)]
+    return values.sum(), int(options.get("count", values.numel()))
 
 
 def distributed(model, engine):
@@ -93,76 +68,52 @@ def distributed(model, engine):
     return with_bagua(model, [torch.optim.SGD(model.parameters(), lr=0.1)]) if engine == "with_bagua" else model
 
 
-def check_gradients(model, plain, engine, atol=0.0):
-    for (name, own), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-        grad = own.grad.full_tensor() if engine == "fully_shard" else own.grad
-        if engine == "none":
-            dist.all_reduce(grad)
-        assert_close(grad, expected.grad, f"gradient {name}")
-
-
-def total_of(loss, engine):
-    """Returns the loss over all ranks."""
+def global_loss(loss, engine):
     total = loss.detach().clone()
     dist.all_reduce(total)
     return total if engine == "none" else total / dist.get_world_size()
 
 
-SPREADS = [pytest.param(sizes, marks=pytest.mark.ranks(len(sizes))) for sizes in ((4,), (1, 4), (2, 0, 3))]
-ENGINES = ["DistributedDataParallel", "with_bagua", "none"]
-LOSSES = [of_boxes, of_list, of_images, of_some_images, for_each_box]
-
-
-@pytest.mark.parametrize("engine", [*ENGINES, "fully_shard"])
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
-@pytest.mark.parametrize("sizes", SPREADS, ids=str)
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-def test_gradients_equal_those_of_the_mean_over_all_samples(sizes, loss, engine):
-    plain, batches = Detector(), [draw(size, seed) for seed, size in enumerate(sizes, 10)]
-    model = distributed(copy.deepcopy(plain), engine)
-    expected = expected_of(loss, plain, [torch.cat(parts) for parts in zip(*batches, strict=True)])
-    expected.backward()
-    options = {"gradients": "summed"} if engine == "none" else {}
-    own = loss(model, batches[dist.get_rank()], **options)
-    own.backward()
-    assert_close(total_of(own, engine), expected.detach(), "loss")
-    check_gradients(model, plain, engine)
-
-
-# The images of each micro-batch of each rank.
-@pytest.mark.parametrize("spread", [
-    pytest.param([(3, 2)], marks=pytest.mark.ranks(1)),
-    pytest.param([(1, 3, 2), (4, 0, 2)], marks=pytest.mark.ranks(2)),
-    pytest.param([(1, 2), (0, 0), (3, 4)], marks=pytest.mark.ranks(3)),
+@pytest.mark.parametrize("engine", ["DistributedDataParallel", "fully_shard", "with_bagua", "none"])
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("images", [  # in each micro-batch of each rank
+    pytest.param(images, marks=pytest.mark.ranks(len(images)))
+    for images in ([(3, 2)], [(2,), (0,), (3,)], [(1, 2), (0, 0), (3, 4)])
 ], ids=str)  # fmt: skip
-@pytest.mark.parametrize("engine", ENGINES)
-def test_accumulated_gradients_equal_those_of_the_mean_over_all_micro_batches(spread, engine):
-    plain, rank = Detector(), dist.get_rank()
-    every = [[draw(size, 10 * seed + index) for index, size in enumerate(sizes)] for seed, sizes in enumerate(spread)]
-    model = distributed(copy.deepcopy(plain), engine)
-    boxes = sum(int(batch[2].sum()) for own in every for batch in own)
-    for together in zip(*every, strict=True):
-        losses, mask = losses_of(plain, [torch.cat(parts) for parts in zip(*together, strict=True)])
-        (losses[mask].sum() / boxes).backward()
-    count = sum(int(batch[2].sum()) for batch in every[rank])
-    *first, last = every[rank]
-    options = {"count": count, "gradients": "summed" if engine == "none" else "averaged"}
-    if engine == "with_bagua":
-        model.set_requires_gradient_sync(False)
-    with model.no_sync() if engine == "DistributedDataParallel" else nullcontext():
-        for batch in first:
-            of_boxes(model, batch, **options).backward()
-    if engine == "with_bagua":
-        model.set_requires_gradient_sync(True)
-    of_boxes(model, last, **options).backward()
-    check_gradients(model, plain, engine)
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_gradients_equal_the_mean_over_all_samples(images, loss, engine):
+    plain = detector()
+    model, rank = distributed(copy.deepcopy(plain), engine), dist.get_rank()
+    batches = [
+        [draw_images(size, 10 * rank + step) for step, size in enumerate(own)] for rank, own in enumerate(images)
+    ]
+    whole = [[torch.cat(parts) for parts in zip(*together, strict=True)] for together in zip(*batches, strict=True)]
+    totals = [sum_and_count(arguments_of(loss, plain, batch)) for batch in whole]
+    expected = sum(total for total, _ in totals) / sum(count for _, count in totals)
+    expected.backward()
+    own, losses = batches[rank], []
+    for batch in own:
+        is_last = batch is own[-1]
+        if engine in ("fully_shard", "with_bagua"):
+            model.set_requires_gradient_sync(is_last)
+        with model.no_sync() if engine == "DistributedDataParallel" and not is_last else nullcontext():
+            values, options = arguments_of(loss, model, batch)
+            if len(own) > 1:
+                options["count"] = sum(sum_and_count(LOSSES[loss](batch[1][..., 0], batch[2]))[1] for batch in own)
+            losses.append(mean_over_ranks(values, **options, gradients="summed" if engine == "none" else "averaged"))
+            losses[-1].backward()
+    assert_close(global_loss(sum(losses), engine), expected.detach(), "loss")
+    for (name, parameter), reference in zip(model.named_parameters(), plain.parameters(), strict=True):
+        grad = parameter.grad.full_tensor() if engine == "fully_shard" else parameter.grad
+        if engine == "none":
+            dist.all_reduce(grad)
+        assert_close(grad, reference.grad, f"gradient {name}")
 
 
 @pytest.mark.ranks(2)
-def test_without_samples_on_any_rank_the_loss_is_zero():
+def test_the_loss_is_zero_if_no_rank_has_samples():
     for values in (torch.empty(0, 3, requires_grad=True), torch.full((4,), torch.inf, requires_grad=True)):
-        mask = torch.zeros(values.shape, dtype=torch.bool)
-        loss = mean_over_ranks(values, mask)
+        loss = mean_over_ranks(values, torch.zeros(values.shape, dtype=torch.bool))
         loss.backward()
         assert loss == 0
         assert values.grad.eq(0).all()
@@ -170,31 +121,29 @@ def test_without_samples_on_any_rank_the_loss_is_zero():
 
 @pytest.mark.parametrize("group", [None, LOCAL], ids=["no job", "a group of one"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_one_process_returns_the_plain_mean(dtype, group):
-    values = torch.randn(40, 50, dtype=dtype) + 2000  # whose sum no float16 holds
+def test_one_process_returns_the_mean(dtype, group):
+    values = torch.randn(40, 50, dtype=dtype) + 2000  # the sum overflows in float16
     for gradients in ("averaged", "summed"):
         loss = mean_over_ranks(values, process_group=group, gradients=gradients)
-        assert loss.dtype == dtype
-        assert loss.shape == ()
+        assert (loss.dtype, loss.shape) == (dtype, ())
         assert_close(loss, values.double().mean(), "mean")
     assert mean_over_ranks(values[:0]) == 0
 
 
 @pytest.mark.ranks(3)
-def test_without_gradients_the_mean_takes_one_message():
+def test_the_mean_without_gradients_takes_one_message():
     values = torch.arange(6.0).split([2, 0, 4])[dist.get_rank()]
     with torch.no_grad():
         for _ in range(3):
             with collectives() as sent:
                 loss = mean_over_ranks(values)
-    assert sent.total() == 1  # once the ranks know what comes
+    assert sent.total() <= 1  # after the first calls
     assert not loss.requires_grad
-    assert loss == values.sum() * 3 / 6
-    assert total_of(loss, "averages") == 2.5
+    assert global_loss(loss, "averages") == 2.5
 
 
 @pytest.mark.ranks(2)
-def test_a_compiled_loss_is_one_graph_and_detects_divergence():
+def test_the_compiled_loss_is_one_graph_and_detects_divergence():
     rank = dist.get_rank()
     with own_group() as communicator:
 
@@ -216,54 +165,46 @@ def test_a_compiled_loss_is_one_graph_and_detects_divergence():
         assert compiled(values, None, "summed" if rank else "averaged").isnan()
 
 
+def mean_in_group(layer, values, mask=None, **options):
+    return mean_over_ranks(values, mask, layer.process_group, **options)
+
+
+# The call of the last rank in place of the loss, and the description of the call in the error.
 DIVERGENCES = {
-    "leaves it out": (lambda layer, values: values.mean().backward(), "backward of SyncBatchNorm1d"),
-    "calls a layer instead": (lambda layer, values: layer(values), "forward of SyncBatchNorm1d"),
-    "has other gradients": (
-        lambda layer, values: mean_over_ranks(values, process_group=layer.process_group, gradients="summed"),
-        "mean_over_ranks (gradients='summed')",
-    ),
-    "gives wrong arguments": (
-        lambda layer, values: mean_over_ranks(values, values, layer.process_group),
-        "TypeError in mean_over_ranks, call",
-    ),
-    "gives an argument of no name": (
-        lambda layer, values: mean_over_ranks(values, process_group=layer.process_group, reduction="mean"),
-        "TypeError in mean_over_ranks, call",
-    ),
-}  # fmt: skip
-
-
-def alike(layer, values):
-    mean_over_ranks(values, process_group=layer.process_group)
+    "no call": (lambda layer, values: values.mean().backward(), "backward of SyncBatchNorm1d"),
+    "a layer": (lambda layer, values: layer(values), "forward of SyncBatchNorm1d"),
+    "gradients": (lambda *args: mean_in_group(*args, gradients="summed"), "mean_over_ranks (gradients='summed')"),
+    "invalid mask": (lambda layer, values: mean_in_group(layer, values, values), "TypeError in mean_over_ranks, call"),
+    "unknown argument": (lambda *args: mean_in_group(*args, reduction="mean"), "TypeError in mean_over_ranks, call"),
+}
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("name", DIVERGENCES)
-def test_ranks_that_differ_raise_on_all(name, steps):
+def test_diverging_ranks_raise_on_all(name, steps):
     diverge, told = DIVERGENCES[name]
     values = torch.randn(4, 3, requires_grad=True)
     with own_group() as communicator:
         layer = SyncBatchNorm1d(3, process_group=communicator)
 
-        def run(last):
+        def run(call):
             for _ in range(steps):
-                mean_over_ranks(layer(values).sin(), None, communicator).backward()
-            (diverge if last else alike)(layer, layer(values).sin())
+                mean_in_group(layer, layer(values).sin()).backward()
+            call(layer, layer(values).sin())
 
-        message = message_of(lambda: run(is_odd()))
-        if not is_odd() or "gives" not in name:
+        message = message_of(lambda: run(diverge if is_odd() else mean_in_group))
+        if is_odd() and "TypeError" in told:
+            assert "mask: expected a bool tensor" in message or "argument 'reduction'" in message
+        else:
             assert "ranks made different calls" in message
             assert "mean_over_ranks (gradients='averaged')" in message
             assert told in message
-        else:
-            assert "mask: expected a bool tensor" in message or "argument 'reduction'" in message
         dist.barrier()
 
 
 class OnDevice(RankExchange):
-    """Does not compare headers on the host, as on CUDA: the sums are NaN if they differ."""
+    """Like an exchange on CUDA: the host does not compare headers, and the sums are NaN if they differ."""
 
     def total(self, values):
         try:
@@ -274,8 +215,8 @@ class OnDevice(RankExchange):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("differ", [False, True])
-def test_the_host_does_not_wait_for_a_device(monkeypatch, differ):
+@pytest.mark.parametrize("diverges", [False, True])
+def test_the_host_does_not_wait_for_a_device(monkeypatch, diverges):
     with own_group(20.0) as communicator, monkeypatch.context() as patched:
         values = torch.randn(4)
         mean_over_ranks(values, None, communicator)
@@ -284,58 +225,46 @@ def test_the_host_does_not_wait_for_a_device(monkeypatch, differ):
         record.is_checked_at_once = False
         patched.setattr(over_ranks, "RankExchange", OnDevice)
         patched.setattr(torch.Tensor, "item", None)
-        gradients = "summed" if differ and is_odd() else "averaged"
+        gradients = "summed" if diverges and is_odd() else "averaged"
         loss = mean_over_ranks(values, None, communicator, gradients=gradients)
-        assert loss.isnan().tolist() == differ
-        if differ:
+        assert loss.isnan().tolist() == diverges
+        if diverges:
             with pytest.raises(RuntimeError, match=f"this rank: mean_over_ranks .gradients='{gradients}'"):
                 check_ranks()
         dist.barrier()
 
 
-VALUES, SQUARE = torch.randn(2, 3), torch.randn(3, 3)
-WRONG = {
-    "no tensor": (([1.0],), {}, TypeError, "values: expected a tensor, got list"),
-    "integers": ((torch.ones(3, dtype=torch.int64),), {}, TypeError, "of this rank, got Tensor of torch.int64"),
-    "a loss": ((VALUES.mean(),), {}, ValueError, "values: expected the loss of each sample .*, got a scalar"),
-    "no mask": ((VALUES, VALUES), {}, TypeError, "mask: expected a bool tensor, got torch.float32"),
-    "another size": (
-        (VALUES, torch.ones(2, dtype=torch.bool)), {}, ValueError, r"broadcasts to values, \[2, 3\], got \[2\]; give"
-    ),
-    "read in two ways": ((SQUARE, torch.ones(3, dtype=torch.bool)), {}, ValueError, "ambiguous mask of shape"),
-    "another device": (
-        (VALUES, torch.ones(2, 3, dtype=torch.bool, device="meta")), {}, RuntimeError, "mask: expected a tensor on cpu"
-    ),
-    "a count of no kind": ((VALUES,), {"count": "4"}, TypeError, "count: expected a number or a tensor, got str"),
-    "many counts": ((VALUES,), {"count": torch.ones(2)}, ValueError, r"count: expected one number, got size \[2\]"),
-    "gradients": (
-        (VALUES,), {"gradients": "mean"}, ValueError, """gradients: expected "averaged" or "summed", got 'mean'"""
-    ),
-    "a group": ((VALUES, None, "hosts"), {}, TypeError, "process_group: expected"),
-}  # fmt: skip
+VALUES, SQUARE, MASK = torch.randn(2, 3), torch.randn(3, 3), torch.ones(3, dtype=torch.bool)
+INVALID = [
+    (([1.0],), {}, TypeError, "values: expected a tensor, got list"),
+    ((torch.ones(3, dtype=torch.int64),), {}, TypeError, "of this rank, got Tensor of torch.int64"),
+    ((VALUES.mean(),), {}, ValueError, "values: expected per-sample losses .*; got a scalar"),
+    ((VALUES, VALUES), {}, TypeError, "mask: expected a bool tensor, got torch.float32"),
+    ((VALUES, MASK[:2]), {}, ValueError, r"broadcasts to values, \[2, 3\], got \[2\]; give"),
+    ((SQUARE, MASK), {}, ValueError, "ambiguous mask of shape"),
+    ((VALUES, MASK.to("meta")), {}, RuntimeError, "mask: expected a tensor on cpu"),
+    ((VALUES,), {"count": "4"}, TypeError, "count: expected a number or a tensor, got str"),
+    ((VALUES,), {"count": torch.ones(2)}, ValueError, r"count: expected one number, got size \[2\]"),
+    ((VALUES,), {"gradients": "mean"}, ValueError, """gradients: expected "averaged" or "summed", got 'mean'"""),
+    ((VALUES, None, "hosts"), {}, TypeError, "process_group: expected"),
+    *(((VALUES,), {"count": count}, ValueError, "count: expected a finite") for count in (-1.5, torch.inf, torch.nan)),
+]
 
 
-@pytest.mark.parametrize("count", [-1.5, torch.inf, torch.nan, -2])
-@pytest.mark.parametrize("number", [float, torch.tensor])
-def test_counts_that_are_negative_or_not_finite_are_refused(number, count):
-    with pytest.raises(ValueError, match="count: expected a finite number of at least 0, got"):
-        mean_over_ranks(VALUES, count=number(count))
+@pytest.mark.parametrize(("args", "options", "error", "message"), INVALID, ids=lambda value: str(value)[:30])
+def test_invalid_arguments_raise(args, options, error, message):
+    with pytest.raises(error, match=message):
+        mean_over_ranks(*args, **options)
 
 
-def compiled_with_wrong_counts():
+def means_of_invalid_counts():
     compiled = torch.compile(lambda count: mean_over_ranks(VALUES, count=count), backend="eager", fullgraph=True)
-    for count in (-1.5, torch.inf, torch.nan):  # on one rank
-        assert compiled(torch.tensor(count if dist.get_rank() == 0 else 2.0)).isnan()
-    assert compiled(torch.tensor(2.0)).isfinite()
+    for mean in (compiled, lambda count: mean_over_ranks(VALUES, count=count)):
+        for count in (-1.5, torch.inf, torch.nan):
+            assert mean(torch.tensor(count if dist.get_rank() == 0 else 2.0)).isnan()
+        assert mean(torch.tensor(2.0)).isfinite()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_wrong_count_that_no_host_reads_gives_nan(pool, ranks):
-    pool.run(compiled_with_wrong_counts, ranks)
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_arguments_are_named(name):
-    args, options, error, told = WRONG[name]
-    with pytest.raises(error, match=told):
-        mean_over_ranks(*args, **options)
+def test_an_invalid_count_tensor_gives_nan_on_all_ranks(pool, ranks):
+    pool.run(means_of_invalid_counts, ranks)

@@ -1,4 +1,4 @@
-"""Compares any implementation of the ops with the reference in float64."""
+"""Comparison of any implementation of the ops with the float64 reference."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -16,17 +16,17 @@ CALLER, CALL, FINGERPRINT = 7 * 2**24 + 5, 9, 2**36 - 2**14 + 7
 
 
 class OpCase(NamedTuple):
-    """An input of the ops, and the options that they get.
+    """Input and options of the ops.
 
     Attributes:
         shape: (N, C, \\*).
-        layout: memory layout of the input and of the residual, as :func:`cases.laid_out` has it.
-        grad_layout: memory layout of the gradient; None for that of the input.
-        offsets: values by which input, gradient and residual begin after a multiple of 64 bytes.
-        parameters: dtype of weight and bias; None without them.
-        mask: a key of :func:`make_mask`, or None; then neither an activation nor a residual.
-        activation: None for ops that are given no activation and no gradient to fill.
-        residual: whether there is one.
+        layout: memory layout of input and residual, see :func:`cases.laid_out`.
+        grad_layout: memory layout of the gradient; None for the input's layout.
+        offsets: distances of input, gradient and residual to 64-byte alignment, in elements.
+        parameters: dtype of weight and bias, or None.
+        mask: a key of :func:`make_mask`, or None. Excludes an activation and a residual.
+        activation: None omits the activation arguments and the gradient buffer.
+        residual: adds a residual.
     """
 
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ def place(values: Tensor, layout: str, offset: int) -> Tensor:
 
 
 def make_mask(kind: str, shape: tuple[int, ...]) -> Tensor:
-    """Returns the positions that count: ``scattered``, ``all`` or ``none`` of them, or ``padded``."""
+    """Returns a mask with scattered, all or no positions, or a padded mask."""
     size = (shape[0], *shape[2:])
     if kind == "padded":
         lengths = torch.randint(-1, shape[-1] + 2, shape[:1])
@@ -59,7 +59,7 @@ def make_mask(kind: str, shape: tuple[int, ...]) -> Tensor:
 
 
 class OnDevice:
-    """``ops`` for tensors on CPU: their memory goes to a device and comes back, so that only the ops compute there."""
+    """``ops`` for CPU tensors: copies their memory to a device and back, so only the ops run on the device."""
 
     def __init__(self, ops: Any, device: str) -> None:
         self._ops, self._device = ops, device
@@ -87,7 +87,7 @@ class OnDevice:
 
 
 def check_sums(sums: Tensor, row: Tensor, near: Tensor) -> None:
-    """Compares statistics that add up over ranks with those in ``row``, both of the same values."""
+    """Compares statistics that add up over ranks with a ``row`` for the same values."""
     channels, count = len(near) // 2, row[len(near)] + row[len(near) + 1] * 2**24
     assert sums.dtype == torch.float64
     assert sums[2 * channels :].tolist() == [count, *header_sums_of(FINGERPRINT)]
@@ -95,11 +95,11 @@ def check_sums(sums: Tensor, row: Tensor, near: Tensor) -> None:
     var = square - mean.square()
     allowed = TOLERANCES[torch.float32][0] * near + 1e-14 * torch.cat([mean, mean]).square()
     error = (torch.cat([mean, var]) - row[: 2 * channels]).abs() / allowed
-    assert (error <= 1).all(), f"sums are off by {error.max():.2g} of what is allowed"
+    assert (error <= 1).all(), f"error of sums: {error.max():.2g} times the tolerance"
 
 
 def check(ops: Any, case: OpCase, dtype: torch.dtype) -> None:
-    """Compares all of ``ops`` that read the input."""
+    """Compares all ``ops`` that read the input."""
     accumulate, channels = accumulate_dtype(dtype), case.shape[1]
     layouts = case.layout, case.grad_layout or case.layout, case.layout
     values = torch.randn(3, *case.shape)
@@ -117,7 +117,7 @@ def check(ops: Any, case: OpCase, dtype: torch.dtype) -> None:
         weight, bias = torch.randn(2, channels).to(case.parameters).unbind()
     act = (case.activation or IDENTITY).code, (case.activation or IDENTITY).parameter
 
-    is_plain = mask is None and case.activation is None and not case.residual  # then nothing more is given
+    is_plain = mask is None and case.activation is None and not case.residual  # omits optional arguments
 
     def wide(*tensors: Any) -> list[Any]:
         return [t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for t in tensors]
@@ -146,16 +146,16 @@ def check(ops: Any, case: OpCase, dtype: torch.dtype) -> None:
     assert packed.dtype == accumulate
     assert torch.equal(packed[2 * channels :].double(), expected[2 * channels :])
     error = (packed[: 2 * channels] - expected[: 2 * channels]).abs() / (TOLERANCES[accumulate][0] * near)
-    assert (error <= 1).all(), f"statistics are off by {error.max():.2g} of what is allowed"
+    assert (error <= 1).all(), f"error of statistics: {error.max():.2g} times the tolerance"
     if accumulate == torch.float32:
         check_sums(ops.batch_norm_stats(input, FINGERPRINT, 0, mask, True), expected, near)
 
-    if mask is not None:  # which the other ops do not take
+    if mask is not None:
         return
     arguments = input, weight, bias, mean, invstd, *(() if is_plain else (residual, *act))
     close(ops.batch_norm_elemt(*arguments), reference.batch_norm_elemt(*wide(*arguments)), "output")
 
-    # Sums relative to what is added up, which may cancel.
+    # Tolerances are relative to the terms, which may cancel.
     size = grad_output.double().abs()
     terms = torch.stack([size, size * (input.double() - per_channel(mean, input)).abs()])
     first, second = (term.sum(reduced_dims(input)) for term in terms)
@@ -187,7 +187,7 @@ def check_merge(
     buffer_dtype: torch.dtype | None = None,
     momentum: float | None = 0.1,
 ) -> None:
-    """Compares the merge of ranks with batches of ``sizes``; without ``buffer_dtype`` no statistics are tracked."""
+    """Compares the merge of ranks with batch ``sizes``; tracks statistics if ``buffer_dtype`` is given."""
     batches = [torch.randn(n, channels).to(dtype) for n in sizes]
     gathered = [torch.stack([reference.batch_norm_stats(batch) for batch in batches])]
     if dtype != torch.float64:
@@ -210,7 +210,7 @@ def check_merge(
 
 
 def check_activation(ops: Any, activation: Activation, dtype: torch.dtype) -> None:
-    """Compares values and derivatives with those of torch, nearly in float32; in both layouts, and at the kinks."""
+    """Compares values and derivatives with torch in both layouts, including kinks; float32 is not exact."""
     act, tolerance = (activation.code, activation.parameter), 1e-14 if dtype == torch.float64 else 1e-6
     z = torch.cat([torch.linspace(-9, 9, 1600), torch.tensor([-3, 0, 3, 6, 89, -89, 1e3, -1e3, 1e-6])]).double()
     for given in (z.view(1, 1, -1).expand(1, 2, -1).contiguous(), z.view(1, -1).expand(3, -1).contiguous()):
@@ -228,7 +228,9 @@ def check_activation(ops: Any, activation: Activation, dtype: torch.dtype) -> No
 
 
 def check_not_finite(ops: Any, input: Tensor, value: float, place: int) -> None:
-    """Checks that one value that is not finite, of the second channel, spoils no other channel and no other value."""
+    """Checks that a non-finite value in the second channel affects neither the output at different positions nor
+    statistics of different channels.
+    """
     input.select(1, 1)[place] = value
     channels, accumulate = input.size(1), accumulate_dtype(input.dtype)
     finite = torch.arange(channels) != 1
@@ -244,7 +246,7 @@ def check_not_finite(ops: Any, input: Tensor, value: float, place: int) -> None:
 
 
 def check_last_of_many(ops: Any, shape: tuple[int, ...], device: str) -> None:
-    """Checks a constant input with another value at the very end, which is too large to be compared."""
+    """Checks a constant input with a different last value, too large for a comparison with the reference."""
     input = torch.ones(shape, dtype=torch.bfloat16, device=device)
     input.view(-1)[-1] = 2
     channels, count = shape[1], input.numel() // shape[1]

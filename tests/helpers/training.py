@@ -1,4 +1,4 @@
-"""A model that is trained on ranks, and in one process on the whole batch."""
+"""Training of a model on ranks and, on the whole batch, in a single process."""
 
 import io
 
@@ -36,7 +36,7 @@ def make_optimizer(model):
 
 
 def train(model, optimizer, sizes, rank):
-    """Returns the state after training on this rank's share. Averaged by DDP, the gradients are those of the batch."""
+    """Returns the state after training on this rank's share. DDP averages gradients to the whole batch's gradient."""
     for inputs, targets in make_batches(sum(sizes)):
         input, target = inputs.split(sizes)[rank], targets.split(sizes)[rank]
         loss = (model(input) - target).square().sum() * len(sizes) / inputs.size(0)

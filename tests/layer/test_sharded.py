@@ -26,18 +26,18 @@ CASE = Case((5,), (3, 7, 2), torch.float64, steps=1)
 
 @dataclass(frozen=True)
 class Sharded:
-    """A layer on a mesh; all ranks have the results of ``case`` on one rank."""
+    """A layer on a mesh, with the same results as ``case`` on a single rank."""
 
     mesh: tuple[int, ...]
     placements: tuple
-    group: str | None = None  # "local", or names of a dimension of the input's mesh; None for all ranks
-    parameters: tuple | None = None  # placements of parameters; None for those that each rank has
+    group: str | None = None  # "local", or name of a mesh dimension; None for all ranks
+    parameters: tuple | None = None  # placements of parameters; None for plain tensors
     buffers: tuple | None = None
     case: Case = CASE
 
 
 def place(layer, mesh, parameters, buffers):
-    """Replaces parameters and buffers by DTensors, like a partition function of distribute_module."""
+    """Replaces parameters and buffers by DTensors, like a ``partition_fn`` of distribute_module."""
     for name, value in [*layer.named_parameters(), *layer.named_buffers()]:
         placements = parameters if isinstance(value, nn.Parameter) else buffers
         placed = distribute_tensor(value.detach(), mesh, placements if value.dim() else [R] * mesh.ndim)
@@ -66,7 +66,7 @@ def run(sharded):
         grad = parameter.grad
         if isinstance(grad, DTensor):
             assert grad.placements == parameter.placements
-        else:  # the share of this rank, which replicas share
+        else:  # this rank's share; replicas have equal shares
             dist.all_reduce(grad)
             grad /= math.prod(mesh.size(dim) for dim, placement in enumerate(sharded.placements) if placement == R)
         results[f"1. derivative by {name}"] = full(grad)
@@ -76,17 +76,17 @@ def run(sharded):
 CASES = {
     "one rank": Sharded((1,), (N,)),
     "samples": Sharded((2,), (N,)),
-    "samples, of which one rank has none": Sharded((3,), (N,), case=replace(CASE, splits=(2,))),
+    "samples, an empty shard": Sharded((3,), (N,), case=replace(CASE, splits=(2,))),
     "rows": Sharded((3,), (H,)),
-    "columns, of which two ranks have none": Sharded((4,), (W,)),
+    "columns, two empty shards": Sharded((4,), (W,)),
     "samples and rows": Sharded((2, 2), (N, H)),
     "samples, with replicas": Sharded((2, 2), (N, R), group="dp"),
     "replicas": Sharded((2,), (R,), group="local"),
-    "samples beside sharded parameters": Sharded((2,), (N,), parameters=(N,), buffers=(R,)),
-    "samples and rows beside both": Sharded((2, 2), (N, H), parameters=(R, N), buffers=(R, R)),
+    "samples and sharded parameters": Sharded((2,), (N,), parameters=(N,), buffers=(R,)),
+    "samples, rows, sharded parameters, replicated buffers": Sharded((2, 2), (N, H), parameters=(R, N), buffers=(R, R)),
     "channels": Sharded((2,), (C,), group="local", parameters=(N,)),
     "samples and channels": Sharded((2, 2), (N, C), group="dp", parameters=(R, N)),
-    "evaluation of channels": Sharded((2, 2), (H, C), parameters=(R, N), case=replace(CASE, evaluates=True)),
+    "channels in evaluation mode": Sharded((2, 2), (H, C), parameters=(R, N), case=replace(CASE, evaluates=True)),
     "momentum=None": Sharded((2,), (H,), parameters=(R,), case=replace(CASE, options={"momentum": None})),
     "no parameters": Sharded((2,), (H,), case=replace(CASE, options={"affine": False})),
 }
@@ -105,10 +105,10 @@ def tensor_parallel_model():
 
 
 def train_tensor_parallel():
-    """Shards parameters over one mesh dimension, and channels, then samples, over the other."""
+    """Shards parameters over the first mesh dimension, and channels, then samples, over the second."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = convert_sync_batchnorm(tensor_parallel_model())
-    model[1].process_group = mesh["dp"]  # the last layer's is all ranks
+    model[1].process_group = mesh["dp"]  # the last layer synchronizes all ranks
     plan = {
         "0": ColwiseParallel(use_local_output=False),
         "3": RowwiseParallel(output_layouts=N, use_local_output=False),
@@ -174,7 +174,7 @@ def test_unsupported_sharded_input_raises():
     calls = {
         "process_group: expected ranks [0, 1, 2, 3] of the input's mesh": lambda: of_rows(both),
         "are sharded, got ranks [0, 1, 2, 3]": lambda: layer(distribute_tensor(tensor, mesh, [N, R])),
-        "process_group: expected a group with known ranks": lambda: SyncBatchNorm(3, process_group=Unknown())(both),
+        "are sharded, got ranks []": lambda: SyncBatchNorm(3, process_group=Unknown())(both),
         "running_mean: expected a DTensor if channels of input are sharded": lambda: layer(channels),
         "residual: expected a DTensor of placements": lambda: layer(both, rows),
         "residual: expected a tensor of this rank, as input is": lambda: layer(tensor, rows),
