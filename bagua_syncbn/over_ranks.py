@@ -32,31 +32,30 @@ def mean_over_ranks(
 ) -> Tensor:
     r"""Returns this rank's share of the mean loss over the samples of all ranks.
 
-    If ranks have different numbers of samples, boxes or valid pixels, the mean of their means is not the overall mean.
-    After this function, gradients equal one process once they are averaged over ranks (by
-    :class:`~torch.nn.parallel.DistributedDataParallel`, FSDP2 or Bagua's gradient allreduce). With :math:`W` ranks,
-    where rank :math:`r` has :math:`n_r` values :math:`v_{r,i}`, rank :math:`r` returns
+    If ranks have different numbers of samples, boxes or valid pixels, the average of local means is not the overall
+    mean. This function weights ranks such that averaged gradients (by
+    :class:`~torch.nn.parallel.DistributedDataParallel`, FSDP2 or Bagua's gradient allreduce) equal one process. With
+    :math:`W` ranks, where rank :math:`r` has :math:`n_r` values :math:`v_{r,i}`, rank :math:`r` returns
 
     .. math:: \frac{W}{n} \sum_i v_{r,i}, \qquad n = \sum_r n_r
 
-    The mean of the results over ranks is the loss of one process: average them before you log the loss. A rank without
-    samples returns 0, with a graph, so its backward pass takes part in the reduction. If all ranks have no samples,
-    :math:`n` is 1.
+    Average the results before you log the loss. A rank without samples returns 0, with a graph, and must also run
+    backward. If no rank has samples, :math:`n` is 1. In one process the result is the mean.
 
-    Counts are summed in float64, in one message; backward does not communicate. The host does not wait for the device:
-    on CUDA the result is NaN if the ranks' calls differ, and a later call raises; in compiled code it is NaN. All ranks
-    make the call, also without gradients. In one process it returns the mean.
+    Counts are summed in float64, in a single message; backward does not communicate. The host does not wait for the
+    device: on CUDA the result is NaN if the ranks' calls differ, and a later call raises; in compiled code it is NaN.
+    All ranks must make the call, also without gradients.
 
     Args:
         values: per-sample losses of this rank (``reduction="none"``), in any shape.
-        mask: bool, broadcastable to ``values``: True for values that count; others get no gradient. None for all.
+        mask: bool, broadcastable to ``values``: True for values that count. None for all.
         process_group: the ranks over which gradients are reduced, as for :func:`sync_batch_norm`; None for the whole
             job.
-        count: this rank's :math:`n_r` if it is not the number of values. In gradient accumulation it is the number in
-            all micro-batches of the step, the same in each call; for a sum over anchors, the number of boxes.
-            ``values`` may then be a sum. The loss is NaN if a tensor ``count`` is negative or not finite.
-        gradients: "averaged" or "summed" over ranks. If they are summed, the factor :math:`W` is omitted, and the sum
-            of the results over ranks is the loss.
+        count: this rank's :math:`n_r` if it is not the number of values: in gradient accumulation the number in all
+            micro-batches of the step; for a sum over anchors, the number of boxes. ``values`` may then be a sum. The
+            loss is NaN if a tensor ``count`` is negative or not finite.
+        gradients: "averaged" or "summed" over ranks. If summed, the factor :math:`W` is omitted, and the loss is the
+            sum of the results over ranks.
 
     Shape:
         - Output: scalar, in the dtype of ``values``; sums are computed in float32 or float64.
@@ -64,9 +63,9 @@ def mean_over_ranks(
     Raises:
         TypeError: ``values`` is not a floating point tensor of this rank, ``mask`` not a bool tensor, or ``count`` not
             a number; ``process_group`` has an unknown type.
-        ValueError: ``mask`` does not broadcast to ``values``, or could in two ways; ``values`` is a scalar without
-            ``count``; ``count`` is not finite, negative or not a single number; ``gradients`` has another value.
-        RuntimeError: ``mask`` is on another device; ranks make different calls, or another rank raised.
+        ValueError: ``mask`` does not broadcast to ``values``, or could in two ways; ``values`` is a scalar, and
+            ``count`` is None; ``count`` is not finite, negative or not a single number; ``gradients`` is invalid.
+        RuntimeError: ``mask`` is on another device; ranks make different calls, or a peer raised.
 
     Example::
 
@@ -124,18 +123,12 @@ def sum_over_ranks(
 ) -> Tensor:
     """Returns the float64 sum of ``packed`` (n) over the ranks of ``communicator``, with equal bits on all ranks.
 
-    A header is checked like the headers of layers. A mismatch raises if ``module`` is given or on CPU. Otherwise the
-    sum is NaN, and on devices with a fault record a later call raises.
-
-    Args:
-        packed: on the device of this rank's messages.
-        communicator: the ranks, which all make the call.
-        what: name of the call in errors.
-        module: the model of the call, if any. The host waits for the device.
-        details: further text that must be equal on all ranks.
+    ``what``, the name of the call in errors, the class of ``module`` and ``details`` must be equal on all ranks. A
+    mismatch raises on CPU, or if ``module`` is given: then the host waits for the device. Otherwise the sum is NaN, and
+    on devices with a fault record a later call raises.
 
     Raises:
-        RuntimeError: the ranks make different calls, or with different models or details; or the collective failed.
+        RuntimeError: the ranks make different calls, or the collective failed.
     """
     if communicator.size == 1:
         return packed

@@ -1,4 +1,4 @@
-"""Causes of a difference between ranks and one process."""
+"""Likely causes of a difference between ranks and one process."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ def causes_of(difference: str, found: Comparison, model: nn.Module, actual: Step
     """Yields the likely causes of the ``difference`` between a step of ``model`` on the ranks and in one process."""
     ranks, second = found.ranks, found.run_alone()
     if first_difference(ranks, {name: (second[name], expected[name]) for name in second if name in expected}):
-        yield "the step is random (e.g. dropout): a second step in one process has a different result"
+        yield "the step is random (e.g. dropout): repeated in one process, the result differs"
         return
     yield from _unsynchronized(found, model, actual)
 
@@ -33,7 +33,7 @@ def causes_of(difference: str, found: Comparison, model: nn.Module, actual: Step
         yield f"{loss_is} mean over different numbers of samples ({numbers}); use mean_over_ranks"
     elif kind_of(difference) == "loss":
         yield (
-            "outputs are equal, so statistics match, but the loss is not the mean of the ranks' losses; if it is a "
+            "outputs are equal, so statistics match, but the loss is not the average of the ranks' losses; for a "
             "mean over boxes or pixels, use mean_over_ranks"
         )
 
@@ -46,7 +46,7 @@ def _unsynchronized(found: Comparison, model: nn.Module, actual: Step) -> Iterat
         unlike = [own for own in module._buffers if len({buffers.get(path + own) for buffers in digests}) > 1]
         is_local = isinstance(module, _BatchNorm) and not isinstance(module, (SyncBatchNorm, nn.SyncBatchNorm))
         if unlike or (is_local and module.training):
-            differ = f"; its {', '.join(unlike)} differ between ranks after the step" if unlike else ""
+            differ = f"; {', '.join(unlike)} differ between ranks after the step" if unlike else ""
             yield f"{name_of(module, name)} {_how_synchronized(module)}{differ}"
 
 

@@ -30,7 +30,7 @@ class LayerNoise:
     positions: int
     """Values per channel in each sample."""
     worth: float
-    """Number of independent values that a sample is worth; inf if all samples have the same mean."""
+    """Number of independent values that a sample is worth; inf if all samples have equal means."""
     of_one_sample: float
     """Noise of a batch with a single sample."""
 
@@ -100,7 +100,7 @@ def measure_batch_noise(
     independent values if its :math:`S` positions have correlation :math:`\rho` (Kish, *Survey Sampling*, 1965). Samples
     are assumed to be independent and shuffled; video frames are not.
 
-    The model runs in evaluation mode, without communication. Its state and all random states stay unchanged. Ranks may
+    The model runs in evaluation mode, without communication. Model state and random states do not change. Ranks may
     have different numbers of batches. The result depends on the current parameters and running statistics: train a new
     model for some steps first.
 
@@ -111,7 +111,7 @@ def measure_batch_noise(
         samples: samples per rank that the verdict assumes; None for the size of the largest batch.
         limit: the verdict is to synchronize if the noise exceeds this limit.
         forward: called with each batch, runs the model; None for ``module(batch)``, or the first item of a batch.
-        device: where batches are moved before ``module`` is called; None to leave them. Not together with ``forward``.
+        device: moves batches before ``module`` is called; None does not. Excludes ``forward``.
         process_group: the ranks that take part, as for :func:`sync_batch_norm`; None for the whole job.
 
     Returns:
@@ -121,7 +121,7 @@ def measure_batch_noise(
     Raises:
         TypeError: ``module`` is not a module, ``batches`` not an iterable of batches, or ``forward`` not callable.
         ValueError: no layer is in training mode; a layer gets fewer than two samples, a mask or a DTensor;
-            ``device`` is given together with ``forward``.
+            both ``device`` and ``forward`` are given.
         RuntimeError: another rank raised.
 
     Example::
@@ -141,7 +141,7 @@ def measure_batch_noise(
 
 
 class _Sums(NamedTuple):
-    """Sums over the samples of a layer. Features (C, 2) of a sample are the means of its values and their squares."""
+    """Sums over the samples of a layer. A sample has features (C, 2): the means of values and of squared values."""
 
     eps: float
     positions: int
@@ -151,7 +151,7 @@ class _Sums(NamedTuple):
     mean: Tensor
     """Mean features (C, 2)."""
     squares: Tensor
-    """Sums of products of the features, minus their mean (C, 2, 2)."""
+    """Sums of products of centered features (C, 2, 2)."""
 
     @classmethod
     def of(cls, input: Tensor, eps: float) -> "_Sums":
@@ -180,7 +180,7 @@ class _Sums(NamedTuple):
         var_of_var = var_of_square - 4 * mean * mixed + 4 * mean.square() * var_of_mean
         scale = variance + self.eps
         terms = var_of_mean / scale, variance * var_of_var / (4 * scale**3)
-        of_mean, of_var = (term.where(term > 1e-12, 0) for term in terms)  # others are rounding errors
+        of_mean, of_var = (term.where(term > 1e-12, 0) for term in terms)  # smaller terms are rounding errors
         worth = ((variance / scale).sum() / of_mean.sum()).item() if of_mean.any() else inf
         return LayerNoise(name, self.positions, worth, (of_mean + of_var).mean().sqrt().item())
 

@@ -40,11 +40,11 @@ class Verdict:
     ranks: int
     """Number of ranks."""
     compared: str
-    """Number of tensors or layers that were compared."""
+    """Numbers of compared tensors."""
     difference: str | None
-    """The first tensor that differs, and by how much; None if no tensor differs."""
+    """Name and error of the first tensor that differs; None if all are equal."""
     notes: tuple[str, ...]
-    """Causes of the difference, and what the comparison does not cover."""
+    """Likely causes, and limits of the comparison."""
 
     def __bool__(self) -> bool:
         return self.difference is None
@@ -66,15 +66,15 @@ def verify_synchronization(
     merge: Callable[[list[Any]], Any] | None = None,
     by_layer: bool = False,
 ) -> Verdict:
-    r"""Compares a training step of ``model`` on all ranks with the same step in one process on all their batches.
+    r"""Compares a training step of ``model`` on all ranks with one process on the merged batch.
 
     Both steps run in float64 on copies of the model. Outputs, loss, buffers, and gradients averaged over ranks are
     compared. If they differ, the verdict names the likely causes: dropout and other randomness, unconverted layers,
     modules with buffers that differ between ranks after the step, losses that are sums, or means over batches of
-    different sizes. If parameters, buffers or modes differ between ranks before the step, the verdict names them.
+    different sizes. If parameters, buffers or modes differ between ranks before the step, the verdict lists them.
 
-    The model, its gradients and all random states are unchanged afterwards, also after an exception. An error on one
-    rank is raised on all ranks, which must all make the call.
+    The model, gradients and random states are unchanged afterwards, also after an exception. All ranks must make the
+    call, and all raise if any rank raises.
 
     Args:
         model: in training mode, with or without DistributedDataParallel.

@@ -152,7 +152,7 @@ class Case(NamedTuple):
 
 
 LOSS_IS = "statistics match, gradients do not: the loss is a"
-UNCONVERTED = "BatchNorm1d '4' is not converted; its running_mean, running_var differ between ranks after the step"
+UNCONVERTED = "BatchNorm1d '4' is not converted; running_mean, running_var differ between ranks after the step"
 CASES = {
     "one rank": Case(model, (4,)),
     "DistributedDataParallel": Case(ddp),
@@ -213,20 +213,20 @@ CASES = {
         lines=(
             "output differs",
             "SyncBatchNorm1d 'norm' synchronizes with process_group=None in its forward; to use its tensors outside, "
-            "call bagua_syncbn.sync_batch_norm(..., process_group=layer.process_group, layer=layer); its running_mean, "
+            "call bagua_syncbn.sync_batch_norm(..., process_group=layer.process_group, layer=layer); running_mean, "
             "running_var differ between ranks after the step",
         ),
     ),
     "an unconverted layer used outside its forward": Case(
         lambda: revert_sync_batchnorm(Elastic(outside_forward)),
-        lines=("output differs", "BatchNorm1d 'norm' is not converted; its running_mean, running_var differ"),
+        lines=("output differs", "BatchNorm1d 'norm' is not converted; running_mean, running_var differ"),
     ),
     "hand-written batch normalization": Case(
         lambda: model(HandWritten()),
         lines=(
             "output differs",
             "HandWritten '3' is not converted (if it is batch normalization, call register_converter for its class); "
-            "its stored_mean differ between ranks after the step",
+            "stored_mean differ between ranks after the step",
         ),
     ),
     "evaluation mode on one rank": Case(evaluation_on_one_rank, lines=("mode of module '1' differs between ranks",)),

@@ -1,8 +1,9 @@
 """DTensor input on ranks equals one process on the whole tensor."""
 
+import copy
 import math
 import re
-from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,24 +17,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, masked, sync_batch_norm
 from bagua_syncbn.communicators import LOCAL, LocalCommunicator
 from bagua_syncbn.data_parallel import DataParallelWithCallback
-from tests.helpers.cases import Case, compare
+from tests.helpers.steps import draw, step
 
 N, C, H, W, R = Shard(0), Shard(1), Shard(2), Shard(-1), Replicate()
-
-
-CASE = Case((5,), (3, 7, 2), torch.float64, steps=1)
-
-
-@dataclass(frozen=True)
-class Sharded:
-    """A layer on a mesh, with the same results as ``case`` on a single rank."""
-
-    mesh: tuple[int, ...]
-    placements: tuple
-    group: str | None = None  # "local", or name of a mesh dimension; None for all ranks
-    parameters: tuple | None = None  # placements of parameters; None for plain tensors
-    buffers: tuple | None = None
-    case: Case = CASE
 
 
 def place(layer, mesh, parameters, buffers):
@@ -48,55 +34,71 @@ def full(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def run(sharded):
-    case, mesh = sharded.case, init_device_mesh("cpu", sharded.mesh, mesh_dim_names=("dp", "sp")[: len(sharded.mesh)])
-    layer = case.layer().train(case.trains(0))
-    layer.process_group = LOCAL if sharded.group == "local" else sharded.group and mesh[sharded.group]
-    if sharded.parameters is not None:
-        place(layer, mesh, sharded.parameters, sharded.buffers or sharded.parameters)
-    input, _, grad_output = case.batch(0)
-    input = distribute_tensor(input, mesh, sharded.placements).requires_grad_()
-    output = layer(input)
-    assert output.placements == input.placements
-    assert output.to_local().stride() == input.to_local().stride()
-    output.backward(distribute_tensor(grad_output, mesh, [R] * mesh.ndim))
-    assert input.grad.placements == input.placements
-    results = {"output": full(output).detach(), "1. derivative by input": full(input.grad)}
-    for name, parameter in layer.named_parameters():
-        grad = parameter.grad
-        if isinstance(grad, DTensor):
-            assert grad.placements == parameter.placements
-        else:  # this rank's share; replicas have equal shares
-            dist.all_reduce(grad)
-            grad /= math.prod(mesh.size(dim) for dim, placement in enumerate(sharded.placements) if placement == R)
-        results[f"1. derivative by {name}"] = full(grad)
-    return {"steps": [results], "buffers": {name: full(buffer) for name, buffer in layer.named_buffers()}}
+def run(mesh, placements, group=None, parameters=None, buffers=None, samples=5, training=True, order=1, **options):
+    """Compares a layer on a mesh with a single process.
+
+    ``group`` is "local", the name of a mesh dimension, or None for all ranks. Tensors without placements are plain.
+    """
+    mesh = init_device_mesh("cpu", mesh, mesh_dim_names=("dp", "sp")[: len(mesh)])
+    layer = SyncBatchNorm(3, process_group=LOCAL, **options).double().train(training)
+    for seed, tensor in enumerate((*layer.parameters(), layer.running_mean), 3):
+        tensor.data.copy_(draw(3, seed=seed))
+    input, grad_output = draw(samples, 3, 7, 2), draw(samples, 3, 7, 2, seed=1)
+    expected = step(copy.deepcopy(layer), input, grad_output, order=order)
+    layer.process_group = LOCAL if group == "local" else group and mesh[group]
+    if parameters is not None:
+        place(layer, mesh, parameters, buffers or parameters)
+    input = distribute_tensor(input, mesh, placements)
+    results = step(layer, input, distribute_tensor(grad_output, mesh, [R] * mesh.ndim), order=order)
+    assert results["output"].placements == results["input.grad"].placements == input.placements
+    replicas = math.prod(mesh.size(dim) for dim, placement in enumerate(placements) if placement == R)
+    for name, value in results.items():
+        if name.endswith(".grad") and not isinstance(value, DTensor):  # this rank's share; replicas have equal shares
+            dist.all_reduce(value)
+            value /= replicas
+    results = {name: full(value) for name, value in results.items()}
+    torch.testing.assert_close(results, expected, rtol=1e-9, atol=1e-9)
 
 
 CASES = {
-    "one rank": Sharded((1,), (N,)),
-    "samples": Sharded((2,), (N,)),
-    "samples, an empty shard": Sharded((3,), (N,), case=replace(CASE, splits=(2,))),
-    "rows": Sharded((3,), (H,)),
-    "columns, two empty shards": Sharded((4,), (W,)),
-    "samples and rows": Sharded((2, 2), (N, H)),
-    "samples, with replicas": Sharded((2, 2), (N, R), group="dp"),
-    "replicas": Sharded((2,), (R,), group="local"),
-    "samples and sharded parameters": Sharded((2,), (N,), parameters=(N,), buffers=(R,)),
-    "samples, rows, sharded parameters, replicated buffers": Sharded((2, 2), (N, H), parameters=(R, N), buffers=(R, R)),
-    "channels": Sharded((2,), (C,), group="local", parameters=(N,)),
-    "samples and channels": Sharded((2, 2), (N, C), group="dp", parameters=(R, N)),
-    "channels in evaluation mode": Sharded((2, 2), (H, C), parameters=(R, N), case=replace(CASE, evaluates=True)),
-    "momentum=None": Sharded((2,), (H,), parameters=(R,), case=replace(CASE, options={"momentum": None})),
-    "no parameters": Sharded((2,), (H,), case=replace(CASE, options={"affine": False})),
-}
+    "one rank": {"mesh": (1,), "placements": (N,)},
+    "samples": {"mesh": (2,), "placements": (N,)},
+    "samples, an empty shard": {"mesh": (3,), "placements": (N,), "samples": 2},
+    "rows": {"mesh": (3,), "placements": (H,)},
+    "columns, two empty shards": {"mesh": (4,), "placements": (W,)},
+    "samples and rows": {"mesh": (2, 2), "placements": (N, H)},
+    "samples, with replicas": {"mesh": (2, 2), "placements": (N, R), "group": "dp"},
+    "replicas": {"mesh": (2,), "placements": (R,), "group": "local"},
+    "sharded parameters": {"mesh": (2,), "placements": (N,), "parameters": (N,), "buffers": (R,)},
+    "samples, rows, sharded parameters": {
+        "mesh": (2, 2), "placements": (N, H), "parameters": (R, N), "buffers": (R, R)
+    },
+    "channels": {"mesh": (2,), "placements": (C,), "group": "local", "parameters": (N,)},
+    "samples and channels": {"mesh": (2, 2), "placements": (N, C), "group": "dp", "parameters": (R, N)},
+    "evaluation": {"mesh": (2, 2), "placements": (H, C), "parameters": (R, N), "training": False},
+    "momentum=None": {"mesh": (2,), "placements": (H,), "parameters": (R,), "momentum": None},
+    "no parameters": {"mesh": (2,), "placements": (H,), "affine": False},
+    "second derivatives": {"mesh": (2,), "placements": (N,), "order": 2, "activation": "silu"},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sorted(CASES, key=lambda name: math.prod(CASES[name].mesh)))
+@pytest.mark.parametrize("name", sorted(CASES, key=lambda name: math.prod(CASES[name]["mesh"])))
 def test_sharded_input_equals_one_process(pool, name):
-    sharded = CASES[name]
-    for result in pool.run(run, math.prod(sharded.mesh), sharded):
-        compare(sharded.case, [result])
+    pool.run(partial(run, **CASES[name]), math.prod(CASES[name]["mesh"]))
+
+
+@pytest.mark.ranks(2)
+def test_sharded_input_and_residual_keep_the_memory_format():
+    mesh = init_device_mesh("cpu", (2,))
+    input, residual = (draw(4, 3, 6, 5, seed=seed).to(memory_format=torch.channels_last) for seed in range(2))
+    shards = [
+        DTensor.from_local(whole.chunk(2)[dist.get_rank()], mesh, [N], shape=whole.shape, stride=whole.stride())
+        for whole in (input, residual)
+    ]
+    output = SyncBatchNorm(3).double()(*shards)
+    assert output.stride() == input.stride()
+    assert output.to_local().stride() == shards[0].to_local().stride()
+    torch.testing.assert_close(full(output), SyncBatchNorm(3, process_group=LOCAL).double()(input, residual))
 
 
 def tensor_parallel_model():
@@ -132,30 +134,6 @@ def test_fully_shard_and_tensor_parallel_train_like_one_process(pool):
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     for state in pool.run(train_tensor_parallel, 4):
         torch.testing.assert_close(state, model.state_dict(), rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.ranks(2)
-def test_second_derivatives_and_memory_format_of_sharded_input():
-    """With an activation and a residual, in channels_last."""
-    mesh, results = init_device_mesh("cpu", (2,)), []
-    case = Case((4,), (3, 6, 5), torch.float64, options={"activation": "silu"})
-    whole = [tensor.to(memory_format=torch.channels_last) for tensor in case.batch(0)]
-    shards = [
-        DTensor.from_local(tensor.chunk(2)[dist.get_rank()], mesh, [N], shape=tensor.shape, stride=tensor.stride())
-        for tensor in whole
-    ]
-    for group, tensors in ((None, shards), (LOCAL, whole)):
-        layer = case.layer()
-        layer.process_group = group
-        input, residual, grad_output = (tensor.detach().requires_grad_() for tensor in tensors)
-        output = layer(input, residual)
-        assert output.stride() == input.stride()
-        if group is None:
-            assert output.to_local().stride() == input.to_local().stride()
-        (grad,) = torch.autograd.grad(output, input, grad_output, create_graph=True)
-        grad.square().sum().backward()
-        results.append([full(tensor) for tensor in (output, grad, input.grad, residual.grad, grad_output.grad)])
-    torch.testing.assert_close(*results)
 
 
 class Unknown(LocalCommunicator):
