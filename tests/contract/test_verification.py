@@ -114,7 +114,7 @@ class HandWritten(Centered):
         self.register_buffer("stored_mean", torch.zeros(8))
 
     def forward(self, x):
-        self.stored_mean = 0.9 * self.stored_mean + 0.1 * x.mean(0).detach()
+        self.stored_mean.lerp_(x.mean(0).detach(), 0.1)
         return super().forward(x)
 
 
@@ -172,6 +172,7 @@ CASES = {
     "by layer, different image sizes": Case(
         lambda: convert_sync_batchnorm(images()), (1, 0, 2), image_loss, by_layer=True
     ),
+    "by layer, buffers change in place": Case(lambda: model(HandWritten()), by_layer=True),
     "no converted layer": Case(plain, lines=("output differs", "BatchNorm1d '1' is not converted", UNCONVERTED)),
     "no converted layer, no buffers": Case(
         lambda: nn.Sequential(nn.BatchNorm1d(6, track_running_stats=False)),
