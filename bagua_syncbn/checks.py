@@ -50,7 +50,7 @@ def check_is_tensor(name: str, value: Any) -> None:
 
 
 def check_is_dense(name: str, tensor: Tensor) -> None:
-    """Raises TypeError if ``tensor``, of the argument ``name``, is nested or has a layout without strides."""
+    """Raises TypeError if ``tensor``, of the argument ``name``, is nested or has no strides."""
     if tensor.layout is not torch.strided or tensor.is_nested:  # some nested tensors have the layout torch.strided
         got = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
         raise TypeError(f"{name}: expected a dense (strided) tensor, got {got}")
@@ -137,7 +137,7 @@ def check_tensors(tensors: Tensors, buffers: ops.Buffers, training: bool, layer:
 
 
 def _check_device(name: str, tensor: Tensor, input: Tensor) -> None:
-    """Raises unless ``tensor`` is a tensor of this rank on the device of ``input``."""
+    """Raises unless ``tensor`` is a local tensor on the device of ``input``."""
     if type(tensor) not in (Tensor, nn.Parameter):
         check_is_tensor(name, tensor)
         if is_distributed(tensor):
@@ -147,7 +147,7 @@ def _check_device(name: str, tensor: Tensor, input: Tensor) -> None:
 
 
 def is_distributed(tensor: Tensor) -> bool:
-    """Returns whether ``tensor`` is a DTensor, without importing torch.distributed.tensor, which takes a second."""
+    """Returns whether ``tensor`` is a DTensor. Does not import torch.distributed.tensor, which takes a second."""
     tensors = sys.modules.get("torch.distributed.tensor")  # absent before the first DTensor
     return tensors is not None and isinstance(tensor, tensors.DTensor)
 

@@ -1,4 +1,4 @@
-"""Errors of a call on one rank: its peers raise too, and errors of kernels get torch's classes."""
+"""Errors in calls: peers raise too, and kernel errors get torch's classes."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _NO_MEMORY = re.compile(r"memory: expected (\d+) values of (\d) bytes on (\S+), 
 _FAILED = re.compile(r"bagua_syncbn_fallback::\w+: expected success")  # csrc/cuda/torch/register.cpp
 
 error_handlers: Registry[Callable[[Any, Any, Exception], None]] = Registry()
-"""Called with the process group of a call, its layer or model, and the error that it raises."""
+"""Called with the process group, the layer or model, and the error."""
 
 
 def notify_peers(process_group: Any, layer: Any, error: Exception) -> None:
-    """Makes the other ranks of ``process_group`` raise, because this rank raises ``error`` in a call of ``layer``."""
+    """Makes the peers in ``process_group`` raise, because this rank raises ``error`` in a call of ``layer``."""
     for handle in error_handlers:
         handle(process_group, layer, error)
 
 
 def handle_error(error: Exception, peers: tuple[Any, Any] | None) -> None:
-    """Notifies ``peers``, a process group and a layer or model, of the ``error`` of a call. The caller re-raises it.
+    """Notifies ``peers``, a process group and a layer or model, of ``error``. The caller re-raises it.
 
     Raises:
         Exception: torch's own error instead of ``error``, see :func:`raise_torchs`.
@@ -46,13 +46,13 @@ def handle_error(error: Exception, peers: tuple[Any, Any] | None) -> None:
 def notifies_peers(
     peers_of: Callable[..., tuple[Any, Any] | None],
 ) -> Callable[[Callable[_P, _Result]], Callable[_P, _Result]]:
-    """Decorator for functions in which ranks communicate: if a call raises on one rank, its peers raise too.
+    """Decorator for functions in which ranks communicate: if a call raises, peers raise too.
 
-    This includes calls with wrong arguments, which raise before the body of the function runs.
+    This includes wrong arguments, which raise before the function body runs.
 
     Args:
-        peers_of: called with the arguments of a call that raised. Returns its process group and its layer or model, or
-            the name of a function instead of a layer; None if the call does not communicate.
+        peers_of: called with the arguments of the failed call. Returns the process group and the layer, model or
+            function name; None if the call does not communicate.
     """
 
     def decorate(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
@@ -73,9 +73,9 @@ def notifies_peers(
 
 
 def raise_torchs(error: Exception) -> None:
-    """Raises torch's own error instead of ``error``, if a kernel got no memory or ATen's kernels failed.
+    """Raises torch's error instead of ``error`` if a kernel ran out of memory or ATen's kernels failed.
 
-    It repeats the allocation. If that succeeds, the error has torch's class for the device.
+    The allocation is repeated. If it succeeds, the error has torch's class for the device.
     """
     failure, this_thread.fallback_error = this_thread.fallback_error, None
     if failure is not None and _FAILED.match(str(error)):

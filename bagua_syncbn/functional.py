@@ -175,12 +175,12 @@ def batch_norm(call: Call) -> Tensor:
 
 
 def _prepare(call: Call, is_compiling: bool) -> Normalization | ByTorch:
-    """Returns how to normalize the input of ``call``, in one of four ways.
+    """Returns how to normalize the input of ``call``. There are four modes:
 
-    1. Evaluation: running statistics, locally.
-    2. Training in a group of one, if F.batch_norm is exact and fast: by torch.
-    3. Training under a torch.func transform or in forward mode: the differentiable form gathers statistics later.
-    4. Training: gathers the statistics of all ranks and updates the buffers.
+    1. Evaluation, with running statistics: :func:`in_evaluation`.
+    2. Training in a group of one, where F.batch_norm is exact and fast: :class:`ByTorch`.
+    3. Training under a torch.func transform or in forward mode: :func:`_transformed` gathers statistics later.
+    4. Training: :func:`batch_statistics` gathers statistics and updates the buffers.
     """
     input = call.input
     try:

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from .checks import check_callable, check_flag, check_is_tensor
 from .masks import broadcasts, mask_size, masking_of, unsqueeze_hint
 from .models import check_module
-from .ops import Masking
 from .options import GivenMasks, Masks
-from .step.call import Call
+from .step.call import Call, Masking
 from .sync_batchnorm import SyncBatchNorm
 from .torch_internals.autograd import has_transforms, level_of_duals
 

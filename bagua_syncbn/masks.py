@@ -6,8 +6,8 @@ from torch.compiler import is_compiling
 from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from .checks import check_flag, check_is_tensor
-from .ops import Masking
 from .options import GivenMasks
+from .step.call import Masking
 from .torch_internals.autograd import is_transforming
 
 

@@ -44,7 +44,6 @@ from . import reference
 from .activations import IDENTITY, Activation, activation_of
 from .definition import DTYPES, HALF_DTYPES, accumulate_dtype, laid_out_as, per_channel, reduced_dims
 from .headers import HEADER_SIZE, HEADER_SUMS_SIZE, WORD, header_of, header_sums_of
-from .masking import Masking
 from .moments import Moments
 from .native import KERNELS, hold_buffers
 from .running_stats import NO_BUFFERS, Buffers, clear_clamped, inverse_deviation, is_clamped, merge_stats

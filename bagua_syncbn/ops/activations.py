@@ -68,7 +68,7 @@ class Activation(NamedTuple):
 
     @property
     def code(self) -> int:
-        """Its number in calls of the ops."""
+        """Index in calls of the ops."""
         return _NAMES.index(self.name)
 
     @property

@@ -1,6 +1,6 @@
 """Defines the ops of ``torch.ops.bagua_syncbn``: schema, fake kernel, and plain torch for any device.
 
-The names are ATen's. Schemas live in Python, so an installation without the native library has the same ops.
+The names are ATen's. Schemas live in Python, so the ops are the same if there is no native library.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ def defines(fake: Callable[..., object], mutates: Sequence[str] = ()) -> Callabl
     """Decorator: the function defines the op of the same name, and computes it on devices without native kernels.
 
     Args:
-        fake: returns results without values, for tracing.
+        fake: returns empty results, for tracing.
         mutates: the arguments that the op writes to.
     """
 

@@ -2,8 +2,8 @@
 
 Forward, one row per rank: ``[mean (C) | var (C) | low | high | header]``, with the biased variance. The number of
 values per channel is ``low + high * 2**24``, because float32 holds every integer only up to ``2**24``. The header is
-``layer, options, call``, 24 bits each, where ``caller = layer * 2**24 + options``. A row without a caller has no
-header, and an even size.
+``layer, options, call``, 24 bits each, where ``caller = layer * 2**24 + options``. A row has no header, and an
+even size, if there is no caller.
 
 Backward, sums over ranks: ``[sum_g (C) | sum_g_xmu (C) | header_sums]``. The header sums are ``a, a**2, b, b**2, c,
 c**2`` for ``fingerprint = a + b * 2**12 + c * 2**24``; there are none without a fingerprint. The mean of the squares
@@ -27,12 +27,12 @@ PART = 2**12  # bound of each part of a fingerprint: float32 holds its square
 
 
 def header_size(gathered: Tensor) -> int:
-    """Returns the size of the headers in the rows of ``gathered``; 0 without headers."""
+    """Returns the size of the header in each row of ``gathered``, or 0."""
     return HEADER_SIZE if gathered.size(1) % 2 else 0
 
 
 def header_of(caller: int | None, call: int) -> list[int]:
-    """Returns the header of a row of statistics."""
+    """Returns the header for ``batch_norm_stats``."""
     return [] if caller is None else [*divmod(caller, WORD), call]
 
 
@@ -49,7 +49,7 @@ def headers_differ(header_sums: Tensor, ranks: int) -> Tensor:
 
 
 def fill(values: Tensor, numbers: Iterable[int]) -> None:
-    """Sets ``values`` to ``numbers`` without a copy from the host, which would synchronize."""
+    """Sets ``values`` to ``numbers``. A copy from the host would synchronize."""
     for value, number in zip(values, numbers, strict=True):
         value.fill_(number)
 

@@ -1,4 +1,4 @@
-"""Loads the native library. Its kernels then replace the reference ones on their devices."""
+"""Loads the native library, whose kernels replace the reference kernels."""
 
 import json
 import os
@@ -22,7 +22,7 @@ def _load() -> tuple[str, bool]:
         raise ImportError(f'BAGUA_SYNCBN_CPU_CAPABILITY: expected "avx512", "avx2" or "baseline", got {capability!r}')
     if WANTED == "reference":
         return "reference", False
-    # Searches this folder only: an editable installation of another checkout would return its own library.
+    # Searches only this folder: an editable installation of a different checkout would return that library.
     folder = Path(__file__).parents[1]
     if PathFinder.find_spec(_LIBRARY, [str(folder)]) is None:
         _warn_without_library(folder)
@@ -35,7 +35,7 @@ def _load() -> tuple[str, bool]:
 
 
 def _warn_without_library(folder: Path) -> None:
-    """Warns that plain torch computes, unless the user chose it or no library can be built on this system."""
+    """Warns that plain torch computes, unless this system cannot build the library."""
     record = folder / "build_info.json"
     if not record.exists():  # nothing was built here
         message = f"was imported from its sources in {folder}, which contain no native kernels"
@@ -59,9 +59,9 @@ KERNELS, LIBRARY_HAS_CUDA = _load()
 
 
 def hold_buffers(held: bool) -> None:
-    """Sets whether ``batch_norm_gather_stats`` leaves the buffers of calls in this thread unchanged.
+    """Sets whether ``batch_norm_gather_stats`` skips buffer updates in this thread.
 
-    A forward that is recomputed updated them in its first run. Compiled code, which calls the op, cannot know.
+    A recomputed forward updated them in the first run. Compiled code, which calls the op, cannot know.
     """
     this_thread.holds_buffers = held
     if KERNELS != "reference":

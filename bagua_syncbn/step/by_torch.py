@@ -14,7 +14,7 @@ from .. import ops
 from ..options import Options
 from ..threads import this_thread
 from ..torch_internals.autograd import is_transforming
-from .call import Call, Normalization, follow
+from .call import Call, Masking, Normalization, follow
 
 _DEFAULTS = Options()[2:-1]  # without eps, momentum and the activation
 
@@ -71,7 +71,7 @@ class ByTorch(NamedTuple):
     options: Options
     buffers: ops.Buffers
     training: bool = True
-    masking: ops.Masking | None = None
+    masking: Masking | None = None
 
     def normalize(self, input: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         options, (mean, var, batches), training, masking = self
@@ -101,7 +101,7 @@ class ByTorch(NamedTuple):
         return self._replace(buffers=ops.Buffers(mean, var))
 
 
-def in_evaluation(call: Call, options: Options, masking: ops.Masking | None) -> Normalization | ByTorch:
+def in_evaluation(call: Call, options: Options, masking: Masking | None) -> Normalization | ByTorch:
     """Returns how to normalize the input of ``call`` in evaluation: with the running statistics, as constants."""
     mean, var = call.buffers[:2]
     assert mean is not None

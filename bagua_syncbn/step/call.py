@@ -54,15 +54,32 @@ class Call(NamedTuple):
         return callable(self.masks) or self.masks[0] is not None or self.masks[1] is not None
 
 
+class Masking(NamedTuple):
+    """The checked mask of a call."""
+
+    positions: Tensor
+    """Valid positions, as a contiguous bool (N, \\*)."""
+    zeroes: bool
+    """Whether the output is 0 at all other positions."""
+
+    def clear(self, values: Tensor) -> Tensor:
+        """Returns ``values`` (N, C, \\*) with 0 at invalid positions."""
+        return values.where(self.positions.unsqueeze(1), 0)
+
+    def clear_outputs(self, values: Tensor) -> Tensor:
+        """Returns ``values`` (N, C, \\*) with 0 at the positions where the output is 0."""
+        return self.clear(values) if self.zeroes else values
+
+
 @dataclass(slots=True)
 class Normalization:
-    """How to normalize an input: statistics, options and exchange, without the differentiable tensors."""
+    """How to normalize an input: statistics, options and exchange, but no differentiable tensors."""
 
     options: Options
     exchange: Exchange | None
     """None if the statistics are constants."""
     layer: nn.Module | None
-    masking: ops.Masking | None = None
+    masking: Masking | None = None
     statistics: Statistics | None = None
     """None under a transform of torch.func, until the differentiable form has gathered them."""
 
@@ -71,7 +88,7 @@ class Normalization:
         return self
 
 
-def follow(output: Tensor, residual: Tensor | None, options: Options, masking: ops.Masking | None = None) -> Tensor:
+def follow(output: Tensor, residual: Tensor | None, options: Options, masking: Masking | None = None) -> Tensor:
     """Returns ``output`` with residual, activation and mask applied by torch operations."""
     if residual is not None:
         residual = residual if masking is None else masking.clear_outputs(residual)

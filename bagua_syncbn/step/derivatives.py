@@ -1,6 +1,6 @@
 r"""Differentiable form of the step, for derivatives of any order in backward and in forward mode.
 
-Two functions communicate, and the derivatives of each consist of these two functions again::
+Two functions communicate, and their derivatives consist of the same two functions::
 
     x --> _Merged --> mean, invstd --> (x - mean) * invstd * weight + bias --> y       _AllReduce: sum over ranks
 
@@ -58,14 +58,14 @@ def gradients_of(
 ) -> tuple[Tensor | None, ...]:
     """Returns the gradients of ``compute``, which takes ``rows`` and returns outputs, for all tensors in the rows.
 
-    A row holds input, weight, bias and residual. Without an activation, no gradient depends on the values of bias and
-    residual, so they may be None. The gradients are differentiable if gradients are enabled.
+    Rows are (input, weight, bias, residual). If there is no activation, bias and residual may be None, because no
+    gradient depends on their values. The gradients are differentiable if gradients are enabled.
     """
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
         if options.activation is None:
             rows = [_with_zeros(input, weight, needs_grad[3]) for input, weight, *_ in rows]  # type: ignore[arg-type]
-        # Views, so that autograd stops here: one tensor may depend on another.
+        # Views, so that autograd stops here: tensors may depend on each other.
         views = [[None if tensor is None else tensor.view_as(tensor) for tensor in row] for row in rows]
         outputs = compute(views)
     pairs = zip((view for row in views for view in row), needs_grad, strict=True)
@@ -157,7 +157,7 @@ def _all_reduce(values: Tensor, norm: Normalization) -> Tensor:
 
 
 class _AllReduce(torch.autograd.Function):
-    """Sum over ranks. Its derivative is again the sum over ranks."""
+    """Sum over ranks. The derivative is the same function."""
 
     vmap = staticmethod(_refuse_vmap)
 
@@ -186,7 +186,7 @@ class _AllReduce(torch.autograd.Function):
 
 
 def refuse_second_derivatives(tensor: Tensor | None) -> Tensor | None:
-    """Returns ``tensor``, in compiled code. Differentiating its gradient raises."""
+    """Returns ``tensor``, in compiled code. Differentiating the gradient raises."""
     _allow_in_graph()
     return None if tensor is None else _identity(tensor)
 

@@ -52,8 +52,8 @@ def normalize(
 ) -> Tensor:
     """Returns ``input``, normalized with the statistics of ``norm``.
 
-    Backward sums over the ranks of the exchange, because the statistics depend on all ranks' inputs. Without an
-    exchange the statistics are constants.
+    Backward sums over the ranks of the exchange, because the statistics depend on all ranks' inputs. If there is no
+    exchange, the statistics are constants.
     """
     if norm.exchange is not None and norm.exchange.is_traced:
         # The compiler decides what to fuse and what to recompute in backward, so it gets activation and residual.
@@ -78,7 +78,7 @@ class _Normalize(torch.autograd.Function):
         residual: Tensor | None,
         norm: Normalization,
     ) -> Tensor:
-        """Returns the output. Without gradients it is called directly, with None as ``ctx``."""
+        """Returns the output. If gradients are disabled, it is called directly, with None as ``ctx``."""
         assert norm.statistics is not None
         activation, exchange, masking = norm.options.activation, norm.exchange, norm.masking
         if ctx is not None:

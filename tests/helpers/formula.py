@@ -1,4 +1,4 @@
-"""The reference: batch normalization by its formula, for autograd to differentiate, without code of the package."""
+"""The reference: batch normalization by formula, differentiated by autograd, with no code of the package."""
 
 import torch
 
@@ -17,14 +17,14 @@ def values_of(input, valid=None):
 
 
 def moments(values):
-    """Returns mean and biased variance (C) of ``values`` (n, C); without values zeros."""
+    """Returns mean and biased variance (C) of ``values`` (n, C); zeros if there are none."""
     if len(values) == 0:
         return values.new_zeros(values.size(1)), values.new_zeros(values.size(1))
     return values.mean(0), values.var(0, correction=0)
 
 
 def normalize(input, eps_mode="plus", eps=EPS, mean=None, var=None):
-    """Returns ``input`` normalized by ``mean`` and ``var`` (C), or by its own."""
+    """Returns ``input`` normalized with ``mean`` and ``var`` (C), by default those of the input."""
     if mean is None:
         mean, var = moments(values_of(input))
     divisor = var.clamp(min=eps) if eps_mode == "clamp" else var + eps
@@ -32,7 +32,7 @@ def normalize(input, eps_mode="plus", eps=EPS, mean=None, var=None):
 
 
 def move(layer, values, skip_nonfinite=True):
-    """Moves the running statistics of ``layer`` by those of ``values`` (n, C), unless these are fewer than two."""
+    """Updates the running statistics of ``layer`` with ``values`` (n, C), if there are at least two."""
     if len(values) > 1 and (values.isfinite().all() or not skip_nonfinite):
         layer.num_batches_tracked += 1
         factor = 1 / layer.num_batches_tracked.item() if layer.momentum is None else layer.momentum
@@ -41,7 +41,7 @@ def move(layer, values, skip_nonfinite=True):
 
 
 def mixture(means, variances, weights):
-    """Returns mean and variance (C) of values that come from each of several (R, C) with a share of its weight (R)."""
+    """Returns mean and variance (C) of a mixture of R distributions (R, C) with ``weights`` (R)."""
     shares = (weights / weights.sum() if weights.any() else torch.full_like(weights, 1 / len(weights))).unsqueeze(1)
     mean = (shares * means).sum(0)
     return mean, (shares * (variances + (means - mean) ** 2)).sum(0)

@@ -1,4 +1,4 @@
-"""Work of the device and waits of the host in a call, counted in a trace of torch's profiler."""
+"""Counts device work and host waits in a trace of torch's profiler."""
 
 import json
 import re
@@ -12,14 +12,13 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 _RANGE = "bagua_syncbn: counted"
 _ON_DEVICE = {"kernel": "kernels", "gpu_memcpy": "copies", "gpu_memset": "fills"}
-# Calls of CUDA after which the host goes on only when the device has caught up. cudaMemcpyAsync is one too where its
-# memory is not pinned, but torch then waits for the stream as well. CUPTI's own names end in a version, as in
-# cudaStreamSynchronize_ptsz_v7000; a profiler that leaves it there must not make waits disappear.
+# CUDA calls that block the host. cudaMemcpyAsync also blocks if memory is not pinned, but then torch waits for the
+# stream too. CUPTI's names may end in a version, such as cudaStreamSynchronize_ptsz_v7000.
 _WAITS = re.compile(r"((cuda|cu)(Stream|Device|Event|Ctx)Synchronize|cudaMemcpy)(_pt[sd][sz])?(_v\d+)?")
 
 
 def trace(call: Callable[[], object], wait: Callable[[], None]) -> dict[str, Any]:
-    """Runs ``call`` under the profiler; returns its trace in Chrome's format."""
+    """Runs ``call`` under the profiler; returns the trace in Chrome's format."""
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
@@ -36,15 +35,15 @@ def trace(call: Callable[[], object], wait: Callable[[], None]) -> dict[str, Any
 
 
 def count(recorded: dict[str, Any]) -> dict[str, Any]:
-    """Returns how many ``kernels``, ``copies`` and ``fills`` ran on the device, and how many ``collectives``, ``waits``
-    and other calls of the CUDA ``runtime`` the call made, with the ``names`` of the kernels and waits.
+    """Counts ``kernels``, ``copies`` and ``fills`` on the device, and ``collectives``, ``waits`` and other CUDA
+    ``runtime`` calls. Also returns the ``names`` of kernels and waits.
 
-    Where the profiler cannot see the device, ``runtime`` is 0, and the counts mean nothing.
+    If ``runtime`` is 0, the profiler cannot see the device, and the counts are invalid.
     """
     events = [event for event in recorded["traceEvents"] if event.get("ph") == "X"]
     (counted,) = (e for e in events if e.get("cat") == "user_annotation" and e["name"] == _RANGE)
     begin, end = counted["ts"], counted["ts"] + counted["dur"]
-    # The wait for the end of the call itself comes after it. All work of the device in the trace is the call's.
+    # The trace contains only device work of the call, and the final wait after it.
     during = [event for event in events if begin <= event["ts"] <= end]
     result: dict[str, Any] = dict.fromkeys((*_ON_DEVICE.values(), "collectives", "waits", "runtime"), 0)
     names = []

@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 import bagua_syncbn
 from bagua_syncbn.communicators import LOCAL
-from benchmarks.one_rank import Twin
 from tests.helpers.cases import CLASSES, WAYS
 from tests.helpers.steps import draw, step
 
@@ -84,27 +83,6 @@ def plain_tensors(results):
 @pytest.mark.ranks(2)
 def test_ranks_treat_subclasses_like_plain_tensors(layer, around, order):
     compare(layer, around, order)
-
-
-class Other(Twin):
-    """With ``differs``, the second rank calls another layer."""
-
-    differs = False
-
-    def all_gather(self, packed):
-        rows = super().all_gather(packed)
-        rows[1, -3] += self.differs
-        return rows
-
-
-@pytest.mark.parametrize("of_class", [torch.Tensor, tagged])
-def test_divergence_is_detected_with_subclasses(of_class):
-    layer, input = bagua_syncbn.SyncBatchNorm(4, process_group=Other()), of_class(torch.randn(3, 4))
-    for _ in range(3):
-        layer(input)
-    layer.process_group.differs = True
-    with pytest.raises(RuntimeError, match="ranks made different calls"):
-        layer(input)
 
 
 @pytest.mark.parametrize("around", [name for name in AROUND if name != "data parallel"])

@@ -50,8 +50,8 @@ def gradient(function, primals):
     return grad(lambda x: function(x, *primals[1:]).sin().sum())
 
 
-# Called with a function of input, weight and bias, with their values, and with their tangents. Return tensors like the
-# input, and then those of the parameters.
+# Called with a function of (input, weight, bias), primals and tangents. Return tensors like the input, then like the
+# parameters.
 TRANSFORMS = {
     "jvp": jvp,
     "dual numbers": dual_numbers,
@@ -69,7 +69,7 @@ def transformed(how, activation):
 @pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize("how", TRANSFORMS)
 def test_transforms_over_ranks_equal_one_process(pool, how, activation):
-    # The matrix of second derivatives is symmetric: the product with it is the same from either side.
+    # The Hessian is symmetric, so both orders give the same product.
     of_all = TRANSFORMS[how.replace("forward over", "reverse over")]
     expected = of_all(partial(reference, activation=activation), *all_ranks())
     first, second = pool.run(transformed, 2, how, activation)
