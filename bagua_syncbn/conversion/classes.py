@@ -1,4 +1,4 @@
-"""Classes of converted layers, and the classes that these layers had before."""
+"""Classes of layers after and before conversion."""
 
 import sys
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from ..sync_batchnorm import (
 )
 from .own_forward import ObservedSyncBatchNorm, observed_forward
 
-# Classes of layers without a converter, made where they are first needed.
+# Classes of layers without a converter, derived when they are first needed.
 _synchronized: dict[type[nn.Module], type[SyncBatchNorm]] = {
     cls.local_class: cls for cls in (SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d)
 }
@@ -24,13 +24,13 @@ _replacing: dict[tuple[type[nn.Module], type[SyncBatchNorm]], type[SyncBatchNorm
 
 
 def synchronized_class(cls: type[nn.Module]) -> type[SyncBatchNorm]:
-    """Returns the class that layers of class ``cls`` get without a converter."""
+    """Returns the synchronized class of ``cls``, if it has no converter."""
     if issubclass(cls, SyncBatchNorm):
         return cls
     if cls is nn.SyncBatchNorm:
         # No subclass of nn.SyncBatchNorm, which DistributedDataParallel refuses on CPU.
         return replacing_class(cls, SyncBatchNorm)
-    if _is_torchs_own(cls):
+    if _is_on_top(cls):
         return cast(type[SyncBatchNorm], _rebased(cls, synchronized_class(cls.__bases__[-1])))
     if cls not in _synchronized:
         _synchronized[cls] = _derive(cls)
@@ -38,59 +38,22 @@ def synchronized_class(cls: type[nn.Module]) -> type[SyncBatchNorm]:
 
 
 def class_before_conversion(cls: type[nn.Module]) -> type[nn.Module]:
-    """Returns the class that layers of the synchronized class ``cls`` had.
+    """Returns the local class of the synchronized class ``cls``.
 
     Raises:
-        TypeError: ``cls`` is a subclass of :class:`SyncBatchNorm` that does not name its ``local_class``.
+        TypeError: ``cls`` is a subclass of :class:`SyncBatchNorm` that does not define its ``local_class``.
     """
-    if _is_torchs_own(cls):
+    if _is_on_top(cls):
         return _rebased(cls, class_before_conversion(cls.__bases__[-1]))
     if "local_class" not in vars(cls):
         raise TypeError(
-            f"module: expected layers whose class names its local_class, got {full_name(cls)}; "
-            "set local_class in it to the class that its layers are to become"
+            f"module: cannot revert {full_name(cls)}; set local_class in it to the class that its layers become"
         )
     return cast(type[SyncBatchNorm], cls).local_class
 
 
-def _namespace(cls: type[nn.Module]) -> dict[str, Any]:
-    return {"__module__": cls.__module__, "__doc__": cls.__doc__, "__reduce_ex__": _reduce_ex, "local_class": cls}
-
-
-class _InPlaceOfTorchs(type):
-    """Metaclass that replaces ``nn.SyncBatchNorm`` by :class:`SyncBatchNorm` among the bases of a class."""
-
-    def mro(cls) -> list[type]:
-        # DistributedDataParallel refuses instances of nn.SyncBatchNorm on CPU.
-        return [base for base in super().mro() if base is not nn.SyncBatchNorm]
-
-
-def _derive(cls: type[nn.Module]) -> type[SyncBatchNorm]:
-    namespace = _namespace(cls)
-    metaclass = _InPlaceOfTorchs if issubclass(cls, nn.SyncBatchNorm) else type
-    bases: tuple[type, ...] = cls, SyncBatchNorm
-    if cls.forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
-        namespace["forward"] = observed_forward(cls.forward)
-        # For a forward that calls `super(type(self), self).forward`: type(self) is no longer `cls`, so without this
-        # class in between the forward would call itself.
-        bases = (metaclass(cls.__name__, (cls, ObservedSyncBatchNorm), {**_namespace(cls), "forward": _after(cls)}),)
-    becomes = getattr(cls, "cls_to_become", None)
-    if becomes is not None:  # a Lazy layer, which changes class when it has seen its first input
-        namespace["cls_to_become"] = synchronized_class(becomes)
-    return metaclass(f"Sync{cls.__name__.removeprefix('Sync')}", bases, namespace)
-
-
-def _after(cls: type[nn.Module]) -> Callable[..., Any]:
-    """Returns a method that calls the forward which follows that of ``cls``."""
-
-    def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return super(cls, layer).forward(*args, **kwargs)  # type: ignore[misc]
-
-    return forward
-
-
 def replacing_class(cls: type[nn.Module], target: type[SyncBatchNorm]) -> type[SyncBatchNorm]:
-    """Returns a class with the methods of ``target`` alone, for layers that were of class ``cls``."""
+    """Returns a subclass of ``target`` for layers of class ``cls``, without the methods of ``cls``."""
     if (cls, target) not in _replacing:
         _replacing[cls, target] = type(f"Sync{cls.__name__.removeprefix('Sync')}", (target,), _namespace(cls))
     return _replacing[cls, target]
@@ -101,32 +64,67 @@ def full_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-# torch gives parametrized and sharded layers classes of its own, with the layer's class as last base. Parametrized
-# tensors are properties of that class. torch deletes them there, and after the last one gives the layer its class back.
+def _namespace(cls: type[nn.Module]) -> dict[str, Any]:
+    return {"__module__": cls.__module__, "__doc__": cls.__doc__, "__reduce_ex__": _reduce_ex, "local_class": cls}
 
 
-def _is_torchs_own(cls: type) -> bool:
+class _WithoutTorchsSync(type):
+    """Metaclass that leaves ``nn.SyncBatchNorm`` out of the bases: DistributedDataParallel refuses it on CPU."""
+
+    def mro(cls) -> list[type]:
+        return [base for base in super().mro() if base is not nn.SyncBatchNorm]
+
+
+def _derive(cls: type[nn.Module]) -> type[SyncBatchNorm]:
+    namespace = _namespace(cls)
+    metaclass = _WithoutTorchsSync if issubclass(cls, nn.SyncBatchNorm) else type
+    bases: tuple[type, ...] = cls, SyncBatchNorm
+    if cls.forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+        namespace["forward"] = observed_forward(cls.forward)
+        # The intermediate class supports `super(type(self), self).forward`: type(self) is no longer `cls`, so the
+        # forward would recurse forever.
+        bases = (metaclass(cls.__name__, (cls, ObservedSyncBatchNorm), {**_namespace(cls), "forward": _after(cls)}),)
+    becomes = getattr(cls, "cls_to_become", None)
+    if becomes is not None:  # a lazy layer, which changes its class at its first input
+        namespace["cls_to_become"] = synchronized_class(becomes)
+    return metaclass(f"Sync{cls.__name__.removeprefix('Sync')}", bases, namespace)
+
+
+def _after(cls: type[nn.Module]) -> Callable[..., Any]:
+    """Returns a method that calls the next forward after ``cls.forward``."""
+    return lambda layer, *args, **kwargs: super(cls, layer).forward(*args, **kwargs)
+
+
+# Classes on top of a layer's class, which is their last base: of parametrized, sharded and recomputing layers.
+# Parametrized tensors are properties of such a class. torch deletes them there, and restores the layer's class after
+# the last one.
+
+
+def _is_on_top(cls: type) -> bool:
     is_parametrized = getattr(vars(cls).get("__getstate__"), "__module__", None) == parametrize.__name__
     fsdp = sys.modules.get("torch.distributed.fsdp")  # absent if never used
-    return is_parametrized or (fsdp is not None and cls.__bases__[0] is fsdp.FSDPModule)
+    is_sharded = fsdp is not None and cls.__bases__[0] is fsdp.FSDPModule
+    return is_parametrized or is_sharded or "_derived_from" in vars(cls)
 
 
 def _rebased(cls: type, base: type[nn.Module]) -> type[nn.Module]:
-    """Returns ``cls``, which torch made, with ``base`` as its last base."""
+    """Returns ``cls`` with ``base`` as its last base."""
+    if "_derived_from" in vars(cls):
+        return cast(type[nn.Module], vars(cls)["_derived_from"](base))
     *others, before = cls.__bases__
     names = ("__module__", "__getstate__", "__deepcopy__")
     namespace = {name: value for name, value in vars(cls).items() if name in names or isinstance(value, property)}
     return type(f"{cls.__name__.removesuffix(before.__name__)}{base.__name__}", (*others, base), namespace)
 
 
-# Pickling: derived classes cannot be imported by name, so a file holds the classes that they were made from.
+# Pickling: derived classes cannot be imported by name, so a file refers to the base classes.
 
 
 def _reduce_ex(layer: SyncBatchNorm, protocol: Any) -> tuple[Any, ...]:
     reduced: Any = SyncBatchNorm.__reduce_ex__(layer, protocol)
     cls: Any = next(cls for cls in type(layer).__mro__ if "local_class" in vars(cls))
-    made_from = (cls.local_class,) if issubclass(cls, cls.local_class) else (cls.local_class, cls.__bases__[0])
-    return _new_layer, made_from, *reduced[2:]
+    arguments = (cls.local_class,) if issubclass(cls, cls.local_class) else (cls.local_class, cls.__bases__[0])
+    return _new_layer, arguments, *reduced[2:]
 
 
 def _new_layer(cls: type[nn.Module], target: type[SyncBatchNorm] | None = None) -> SyncBatchNorm:

@@ -13,48 +13,38 @@ from .classes import full_name, replacing_class, synchronized_class
 
 Converter = Callable[[Any], type[SyncBatchNorm] | None]
 
-# Attributes of a layer that the forward of SyncBatchNorm uses and the class does not have.
-_TENSORS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
-_ATTRIBUTES = (*_TENSORS, "eps", "momentum", "track_running_stats")
-
 _converters: dict[type[nn.Module], Converter] = {}
 
 
 def register_converter(cls: type[nn.Module], converter: Converter | None) -> None:
-    """Registers the class that :func:`convert_sync_batchnorm` gives to layers of ``cls``.
+    """Registers the synchronized class for layers of ``cls`` in :func:`convert_sync_batchnorm`.
 
-    Register classes that conversion would refuse or not recognize. As in every conversion the layer stays the same
-    object and changes its class, to the one that ``converter`` returns. Subclasses of ``cls`` are not affected.
-    :func:`convert_sync_batchnorm` raises TypeError if that class is not synchronized, or has the forward of
-    :class:`SyncBatchNorm` and neither it nor the layer has all attributes of a layer.
-
-    The layer's process group becomes its ``process_group``, whichever attribute holds it, until
-    :func:`revert_sync_batchnorm`. Other options are attributes that the methods of the new class find on the layer.
+    Register classes that conversion would refuse or not recognize. ``converter`` returns the new class, which must
+    define the attributes that :class:`SyncBatchNorm` uses and the layer lacks. The layer remains the same object, so
+    the new class can read the layer's options. Until :func:`revert_sync_batchnorm`, the layer's process group is in
+    ``process_group``, even if the attribute had a different name. Subclasses of ``cls`` are not affected.
 
     Args:
-        cls: the class of the layers, of batch normalization or not.
-        converter: called with a layer, returns the subclass of :class:`SyncBatchNorm` whose methods the layer is to
-            have, or None to leave the layer unchanged. None in place of a function removes the registration of ``cls``.
+        cls: the class of the layers, derived from torch's batch normalization or not.
+        converter: called with a layer, returns a subclass of :class:`SyncBatchNorm`, or None to skip the layer. None
+            instead of a function removes the registration of ``cls``.
 
     Raises:
-        TypeError: ``cls`` is not a class of modules, or is synchronized already; ``converter`` is no function.
+        TypeError: ``cls`` is not a class of modules, or is synchronized already.
 
     Example::
 
         >>> register_converter(fairscale.experimental.nn.SyncBatchNorm, lambda layer: bagua_syncbn.SyncBatchNorm)
-        >>> register_converter(inplace_abn.InPlaceABNSync, lambda layer: None)  # goes on to synchronize by itself
+        >>> register_converter(inplace_abn.InPlaceABNSync, lambda layer: None)  # continues to synchronize itself
 
-    docs/switching.md has the classes for layers of other packages.
+    docs/switching.md has classes for layers of several packages.
     """
     if not isinstance(cls, type) or not issubclass(cls, nn.Module) or issubclass(cls, SyncBatchNorm):
-        raise TypeError(f"cls: expected a class of modules that is not one of bagua_syncbn's, got {cls!r}")
+        raise TypeError(f"cls: expected a class of modules that is not part of bagua_syncbn, got {cls!r}")
     if converter is None:
         _converters.pop(cls, None)
-    elif callable(converter) and not isinstance(converter, type):
-        _converters[cls] = converter
     else:
-        got = full_name(converter if isinstance(converter, type) else type(converter))
-        raise TypeError(f"converter: expected a function of a layer that returns a class, or None, got {got}")
+        _converters[cls] = converter
 
 
 def is_candidate(module: nn.Module) -> bool:
@@ -63,7 +53,7 @@ def is_candidate(module: nn.Module) -> bool:
 
 
 def class_after_conversion(layer: nn.Module) -> type[SyncBatchNorm] | None:
-    """Returns the class that conversion gives ``layer``, or None to leave it unchanged.
+    """Returns the synchronized class of ``layer``, or None to skip the layer.
 
     Raises:
         TypeError: the converter of ``layer`` returned something else than a synchronized class.
@@ -79,23 +69,16 @@ def class_after_conversion(layer: nn.Module) -> type[SyncBatchNorm] | None:
             f"register_converter: expected a subclass of bagua_syncbn.SyncBatchNorm from the converter of "
             f"{full_name(cls)}, got {target!r}"
         )
-    missing = [name for name in _ATTRIBUTES if not hasattr(layer, name) and not hasattr(target, name)]
-    if missing and target.forward is SyncBatchNorm.forward:
-        raise TypeError(
-            f"register_converter: expected layers with the attributes that {full_name(target)} works with, got "
-            f"{full_name(cls)} without {', '.join(missing)}; set them in the class that the converter returns"
-        )
     return replacing_class(cls, target)
 
 
 def groups_of(layer: nn.Module) -> dict[str, Any]:
-    """Returns, by name, the attributes in which ``layer``, not synchronized yet, holds its process group.
+    """Returns the attributes of the local ``layer`` that contain a process group.
 
-    Attributes of other names than ``process_group`` count only where a converter replaces all methods of the layer,
-    because the layer's own methods may use them.
+    Only ``process_group`` counts, except for layers with a converter, which replaces all methods.
 
     Raises:
-        TypeError: the attributes hold different groups.
+        TypeError: there are different groups.
     """
     attributes = vars(layer)
     if "process_group" in attributes:
@@ -108,7 +91,7 @@ def groups_of(layer: nn.Module) -> dict[str, Any]:
     }
     if len({id(group) for group in groups.values()}) > 1:
         raise TypeError(
-            f"module: expected layers with one process group, got {full_name(type(layer))} with "
-            f"{' and '.join(groups)}; set process_group to the one to synchronize with"
+            f"module: {full_name(type(layer))} has different process groups in {' and '.join(groups)}; set "
+            "process_group to the group to synchronize with"
         )
     return groups

@@ -1,16 +1,44 @@
-"""Report on conversion of a model, as data and as text."""
+"""The report: for each module of a model, the action of conversion and the reason."""
 
+import re
 from collections import Counter
-from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
+import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
-from ..models import Filter, is_data_parallel, is_left_out, modules_with_names
+from ..checks import check_callable
+from ..models import Filter, check_module, is_data_parallel, is_left_out, modules_with_names
+from ..names import name_of
 from ..sync_batchnorm import SyncBatchNorm
-from .converters import is_candidate
-from .findings import Action, Finding, examine
+from .converters import class_after_conversion, is_candidate
 from .hooks import report_notes
+
+Action = Literal["converted", "skipped", "refused"]
+
+FOREIGN = "not derived from torch's batch normalization; register_converter can convert it"
+_BATCH_NORM = re.compile("batch_?(re)?norm", re.IGNORECASE)
+
+
+class Finding(NamedTuple):
+    """Action of conversion for a module, and the reason."""
+
+    names: list[str]
+    """All names that the module has in the model; ``[""]`` for the model itself."""
+    module: nn.Module
+    action: Action
+    """``"converted"``, also for a synchronized layer; ``"skipped"``; or ``"refused"``, for which conversion raises."""
+    reason: str
+    target: type[SyncBatchNorm] | None = None
+    """New class of a converted module."""
+    error: Exception | None = None
+    """Error that conversion raises for a refused module."""
+
+    def __str__(self) -> str:
+        names = ", ".join(name or "(the model itself)" for name in self.names)
+        return f"{self.action:9}  {names}  {type(self.module).__name__}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -20,36 +48,33 @@ class ConversionReport:
     layers: tuple[Finding, ...]
 
     def __str__(self) -> str:
-        return "\n".join([summary(self.layers), *map(str, self.layers)])
+        return "\n".join([self.summary(), *map(str, self.layers)])
 
-
-def summary(layers: Collection[Finding]) -> str:
-    """Returns how many layers are converted, skipped and refused."""
-    if not layers:
-        return "no batch normalization layers"
-    counts = Counter(layer.action for layer in layers)
-    actions: tuple[Action, ...] = ("converted", "skipped", "refused")
-    return ", ".join(f"{counts[action]} {action}" for action in actions)
+    def summary(self) -> str:
+        """Returns the number of layers that are converted, skipped and refused."""
+        if not self.layers:
+            return "no batch normalization layers"
+        counts = Counter(layer.action for layer in self.layers)
+        actions: tuple[Action, ...] = ("converted", "skipped", "refused")
+        return ", ".join(f"{counts[action]} {action}" for action in actions)
 
 
 def conversion_report(module: nn.Module, *, filter: Filter | None = None) -> ConversionReport:
-    """Reports what :func:`convert_sync_batchnorm` does with ``module``, without doing it.
+    """Previews :func:`convert_sync_batchnorm` and lists the layers of ``module``.
 
-    The report has a line for each batch normalization layer; for each module that is refused with all its children,
-    such as a TorchScript one; and for each skipped module that resembles batch normalization. The line of a
-    synchronized layer also says what :func:`fuse_activations`, :func:`recompute_outputs` and :func:`freeze_statistics`
-    have done. Within a data parallel model, layers that are not synchronized are refused: they can no longer be.
+    The report has a line for each batch normalization layer, for each module that is refused with all its children,
+    such as a TorchScript module, and for each skipped module that resembles batch normalization. Lines of synchronized
+    layers also report :func:`fuse_activations`, :func:`recompute_outputs` and :func:`freeze_statistics`.
 
     Args:
         module: the model, converted or not, wrapped or not.
         filter: as for :func:`convert_sync_batchnorm`.
 
     Returns:
-        The report: as text a summary and a line for each layer, as data ``layers``, a tuple of records with the
-        ``names``, ``module``, ``action`` (``"converted"``, ``"skipped"`` or ``"refused"``) and ``reason`` of each.
+        The report: as text a summary and a line for each layer, as data ``layers``, a tuple of :class:`Finding`.
 
     Raises:
-        TypeError: ``module`` is no module, or ``filter`` is not callable.
+        TypeError: ``module`` is not a module, or ``filter`` is not callable.
 
     Example::
 
@@ -59,33 +84,86 @@ def conversion_report(module: nn.Module, *, filter: Filter | None = None) -> Con
         converted  head.1  BatchNormAct2d: becomes SyncBatchNormAct2d
         skipped    head.3  InstanceNorm2d: not batch normalization: it normalizes each sample by itself
     """
-    findings: list[Finding] = []
-    for finding in examine(module, filter):
-        findings += _within(finding, filter) if is_data_parallel(finding.module) else [finding]
-    notes = _notes(module)
-    reasons = ["; ".join([finding.reason, *notes.get(finding.module, [])]) for finding in findings]
-    return ConversionReport(
-        tuple(finding._replace(reason=reason) for finding, reason in zip(findings, reasons, strict=True))
-    )
-
-
-def _within(wrapped: Finding, filter: Filter | None) -> Iterator[Finding]:
-    """Yields the findings for layers of a data parallel module."""
-    for layer, own in modules_with_names(wrapped.module).items():
-        names = [f"{outer}.{name}".strip(".") for outer in wrapped.names for name in own]
-        if isinstance(layer, SyncBatchNorm):
-            yield Finding(names, layer, "converted", "synchronized already", type(layer))
-        elif is_candidate(layer) and not is_left_out(layer, names, filter):
-            yield Finding(names, layer, "refused", wrapped.reason, error=wrapped.error)
-
-
-def _notes(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """Returns notes on frozen layers, and those that other modules have."""
+    report = examine(module, filter)
     notes: dict[nn.Module, list[str]] = {}
-    for part in model.modules():
+    for part in module.modules():
         if isinstance(part, SyncBatchNorm) and part._sync_state.frozen is not None:
             notes[part] = ["statistics frozen"]
     for notes_on in report_notes:
-        for layer, note in notes_on(model):
+        for layer, note in notes_on(module):
             notes.setdefault(layer, []).append(note)
-    return notes
+    rows = (row._replace(reason="; ".join([row.reason, *notes.get(row.module, [])])) for row in report.layers)
+    return ConversionReport(tuple(rows))
+
+
+def examine(module: nn.Module, filter: Filter | None = None) -> ConversionReport:
+    """Returns the report without notes.
+
+    Raises:
+        TypeError: ``module`` is not a module, or ``filter`` is not callable.
+    """
+    check_module(module)
+    check_callable("filter", filter, "a function of a name and a module")
+    wrapped = {part: outer for outer in module.modules() if is_data_parallel(outer) for part in outer.modules()}
+    modules = modules_with_names(module, is_closed=lambda part, name: _refusal(part, name, None) is not None)
+    rows = (_finding(part, names, filter, wrapped.get(part)) for part, names in modules.items())
+    return ConversionReport(tuple(row for row in rows if row is not None))
+
+
+def _finding(module: nn.Module, names: list[str], filter: Filter | None, wrapper: nn.Module | None) -> Finding | None:
+    error = _refusal(module, names[0], wrapper)
+    reason = "" if error or is_candidate(module) else _resemblance(module)
+    if not (error or reason or is_candidate(module)):
+        return None
+    if is_left_out(module, names, filter):
+        return Finding(names, module, "skipped", "left out by filter")
+    if reason:
+        return Finding(names, module, "skipped", reason)
+    if error is not None:
+        return Finding(names, module, "refused", str(error), error=error)
+    target = class_after_conversion(module)
+    if target is None:
+        return Finding(names, module, "skipped", "left unchanged by its converter")
+    reason = "synchronized already" if isinstance(module, SyncBatchNorm) else f"becomes {target.__name__}"
+    return Finding(names, module, "converted", reason, target)
+
+
+def _refusal(module: nn.Module, name: str, wrapper: nn.Module | None) -> Exception | None:
+    """Returns the error for a module that conversion refuses with all its children; None if it does not."""
+    where = name_of(module, name)
+    if isinstance(module, torch.jit.ScriptModule):
+        return TypeError(f"module: cannot convert TorchScript {where}; convert, then script")
+    if getattr(module, "allow_single_element", False) is True and _holds_batch_norm(module):
+        return ValueError(
+            f"module: expected allow_single_element=False in {where}, got True: a rank with a single element would "
+            "hang its peers"
+        )
+    if not is_candidate(module) or isinstance(module, SyncBatchNorm):
+        return None
+    if wrapper is not None:
+        return RuntimeError(
+            f"module: cannot convert {where} in data parallel {type(wrapper).__name__}; convert first, then wrap"
+        )
+    if "forward" in vars(module):
+        return TypeError(
+            f"module: cannot convert {where} because its forward is assigned to the object; define it in a subclass, "
+            "or convert before hooks such as accelerate's; or exclude the layer with filter"
+        )
+    return None
+
+
+def _resemblance(module: nn.Module) -> str:
+    """Returns why ``module`` is skipped although it resembles batch normalization; empty if it does not."""
+    if isinstance(module, _NormBase):
+        return "not batch normalization: it normalizes each sample by itself"
+    name = type(module).__name__.lower()
+    has_statistics = {"running_mean", "running_var"} <= module._buffers.keys() | module._parameters.keys()
+    is_named_so = _BATCH_NORM.search(name) and "frozen" not in name and not _holds_batch_norm(module)
+    if is_named_so or (has_statistics and "sync" in name):
+        return FOREIGN
+    return "has running statistics, but is not derived from torch's batch normalization" if has_statistics else ""
+
+
+def _holds_batch_norm(module: nn.Module) -> bool:
+    """Whether a child of ``module`` does the batch normalization, as in PyG's class."""
+    return any(is_candidate(child) for child in module.children())

@@ -1,22 +1,20 @@
-"""Recomputed outputs: autograd saves a recipe in place of a layer's output, and backward makes the output from it.
+"""Recomputed outputs: autograd saves a recipe instead of a layer's output, and backward computes the output from it.
 
-A layer saves its input x, and later operations save its output y, or an activation of y. Both are elementwise functions
-of x, so while :func:`recompute_outputs` is in force autograd saves a recipe in their place: x itself, the factors of
-the layer, and the activation. A tensor is known to be an output, never assumed: the step leaves the recipe at the
-autograd node of y; the node of an activation leads to that node and has its formula; and a write to y gives y another
-version or another node.
+A layer saves its input x; later operations save its output y, or an activation of y. Both are elementwise functions of
+x, so the recipe is x, the layer's factors, and the activation. A tensor is identified as an output, never assumed to be
+one: the recipe is stored at the autograd node of y, an activation's node leads there and has its formula, and a write
+to y changes its version or its node.
 """
 
-import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 
 from .. import ops
 from ..errors import raise_torchs
@@ -25,10 +23,10 @@ from ..step.call import Normalization
 from ..threads import this_thread
 from ..torch_internals.modules import saving_hooks, takes_saving_hooks
 
-# By the name of the node that autograd has for an operation, without its last digit: for some, the operation in place
-# has a node of its own. Names of nodes for functions that are written in Python end in no digit.
-_NODES: dict[str, Callable[[Any], str | tuple[str, float] | None]] = {
-    "CloneBackward": lambda node: "identity",  # which some activations in place store
+# Activations by the name of their autograd node without its last digit, because some in-place operations have a
+# different one. Nodes of Python functions have names that end in no digit.
+_NODES: dict[str, Callable[[Any], Any]] = {
+    "CloneBackward": lambda node: ops.IDENTITY,  # saved by some in-place activations
     "ReluBackward": lambda node: "relu",
     "HardtanhBackward": lambda node: "relu6" if (node._saved_min_val, node._saved_max_val) == (0, 6) else None,
     "LeakyReluBackward": lambda node: ("leaky_relu", node._saved_negative_slope),
@@ -43,111 +41,77 @@ _NODES: dict[str, Callable[[Any], str | tuple[str, float] | None]] = {
 }
 
 
-class _Depth(threading.local):
-    entered = 0  # number of entered recompute_outputs contexts
+@contextmanager
+def saved_as_recipes() -> Iterator[None]:
+    """Context in which autograd saves recipes instead of outputs, unless hooks for saved tensors are in force."""
+    if torch.compiler.is_compiling() or not takes_saving_hooks() or saving_hooks() is not None:
+        yield
+        return
+    with saved_tensors_hooks(_pack, _unpack):
+        this_thread.see_output = _note_output
+        try:
+            yield
+        finally:
+            this_thread.see_output = None
 
 
-_depth = _Depth()
-
-
-def depth() -> int:
-    """Returns how many :class:`Recomputed` contexts this thread is in."""
-    return _depth.entered
-
-
-def _set_depth(entered: int) -> None:
-    _depth.entered = entered
-    this_thread.see_output = _note_output if entered else None
-
-
-class Recomputed(AbstractContextManager[None]):
-    """Context in which autograd saves recipes in place of the outputs of layers."""
-
-    def __init__(self) -> None:
-        self._hooks: list[saved_tensors_hooks | None] = []
-
-    def __enter__(self) -> None:
-        if torch.compiler.is_compiling():
-            return
-        may_hook = takes_saving_hooks() and saving_hooks() is None
-        hooks = saved_tensors_hooks(_pack, _unpack) if may_hook else None
-        if hooks is not None:
-            hooks.__enter__()
-        self._hooks.append(hooks)
-        _set_depth(depth() + 1)
-
-    def __exit__(self, *error: object) -> None:
-        if not self._hooks:  # torch.compile has traced the entry
-            return
-        _set_depth(depth() - 1)
-        hooks = self._hooks.pop()
-        if hooks is not None:
-            hooks.__exit__(*error)
-
-
-class _Remade:
-    """A tensor that ``make`` makes again in backward, once for all operations that have packed it."""
+class _Recomputed:
+    """A tensor that backward computes with ``make``, once for all operations that have packed it."""
 
     def __init__(self, make: Callable[[], Tensor]) -> None:
         self._make = make
         self._packed = self._waiting = 0
-        self._made: Tensor | None = None
+        self._tensor: Tensor | None = None
 
-    def pack(self, tensor: Tensor | None = None) -> Callable[[], Tensor]:
-        """Returns a function that makes the tensor, or its view ``tensor``."""
+    def pack(self, saved: Tensor | None = None) -> Callable[[], Tensor]:
+        """Returns a function that returns the tensor, or the view ``saved`` of it."""
         self._packed += 1
-        if tensor is None or tensor._base is None:
-            return self._unpack
-        return partial(self._unpack_view, tensor.size(), tensor.stride(), tensor.storage_offset())
+        if saved is None or saved._base is None:
+            return partial(self._unpack, None)
+        return partial(self._unpack, (saved.size(), saved.stride(), saved.storage_offset()))
 
-    def _unpack_view(self, size: torch.Size, stride: tuple[int, ...], offset: int | torch.SymInt) -> Tensor:
-        return self._unpack().as_strided(size, stride, offset)
-
-    def _unpack(self) -> Tensor:
-        if self._made is None:
+    def _unpack(self, view: Any) -> Tensor:
+        if self._tensor is None:
             with torch.no_grad():
-                self._made, self._waiting = self._make(), self._packed
-        made = self._made
+                self._tensor, self._waiting = self._make(), self._packed
+        tensor = self._tensor
         self._waiting -= 1
         if self._waiting == 0:
-            self._made = None
-        return made
+            self._tensor = None
+        return tensor if view is None else tensor.as_strided(*view)
 
 
 class _Recipe:
-    """How to make an output of a layer and activations of it, and whether a tensor still has their values."""
+    """Recomputes a layer's output and its activations, and detects tensors that were written to."""
 
     def __init__(self, output: Tensor, make: Callable[[], Tensor]) -> None:
-        self._normalized = _Remade(make)
+        self._output = _Recomputed(make)
         self._version, self._storage = output._version, output.untyped_storage()._cdata
-        self._shape = output.dtype, output.size(), output.stride()
-        # Its version counts writes to the output, also after the end of the output. It holds no memory of the output.
+        self._layout = output.dtype, output.size(), output.stride()
+        # Shares the version counter, which counts writes to the output, but no memory.
         self._writes = output.detach()
         self._writes.data = output.new_empty(0)
-        self._activated: WeakValueDictionary[ops.Activation, _Remade] = WeakValueDictionary()
+        self._activated: WeakValueDictionary[ops.Activation, _Recomputed] = WeakValueDictionary()
 
-    def of_output(self, tensor: Tensor) -> _Remade | None:
-        """Returns what makes ``tensor``, the layer's output; None if it was written to."""
-        return self._normalized if tensor._version == self._version and tensor.dtype == self._shape[0] else None
+    def of(self, tensor: Tensor, activation: ops.Activation | None) -> _Recomputed | None:
+        """Returns how to recompute ``tensor``, the output or an ``activation`` of it; None after a write.
 
-    def of_activation(self, activation: ops.Activation, tensor: Tensor) -> _Remade | None:
-        """Returns what makes ``tensor``, the activation's output; None if it or the layer's output was written to.
-
-        The write of an activation that works in place does not count.
+        The write of an in-place activation does not count.
         """
-        is_in_place = tensor.untyped_storage()._cdata == self._storage
+        shares_memory = tensor.untyped_storage()._cdata == self._storage
+        is_in_place = shares_memory and activation is not None
         if self._writes._version != self._version + is_in_place:
             return None
-        if tensor._version != (self._writes._version if is_in_place else 0):
+        if tensor._version != (self._writes._version if shares_memory else 0):
             return None
-        if (tensor.dtype, tensor.size(), tensor.stride()) != self._shape:
+        if (tensor.dtype, tensor.size(), tensor.stride()) != self._layout:
             return None
-        if activation == ops.IDENTITY:
-            return self._normalized
+        if activation is None or activation == ops.IDENTITY:
+            return self._output
         activated = self._activated.get(activation)
         if activated is None:
-            normalized = self._normalized.pack()
-            activated = self._activated[activation] = _Remade(lambda: activation.of(normalized()))
+            output = self._output.pack()
+            activated = self._activated[activation] = _Recomputed(lambda: activation.of(output()))
         return activated
 
 
@@ -159,88 +123,64 @@ def _note_output(
     residual: Tensor | None,
     norm: Normalization,
 ) -> None:
-    """Leaves the recipe of ``output`` at its autograd node.
+    """Stores the recipe of ``output`` at its autograd node.
 
-    An output with a residual gets none: the residual of a block is the output of the block before, and so on.
+    An output with a residual has no recipe: the residual is the output of the block before, and so on.
     """
     if norm.exchange is None or norm.statistics is None or output.grad_fn is None or residual is not None:
         return
     hooks = saving_hooks()
     if hooks is None or hooks[0] is not _pack or _recipe_of(input) is not None:
         return
-    # Copied, because parameters may change before backward, and sharded ones are freed after forward.
+    # Copies, because parameters may change before backward, and sharded parameters are freed after forward.
     weight, bias = (None if parameter is None else parameter.detach().clone() for parameter in (weight, bias))
     factors = weight, bias, *norm.statistics[:2]
-    make = partial(_recomputed, name_of(norm.layer), input.detach(), input._version, factors, norm)
-    # By the number of the output: replicas have a node together.
+    make = partial(_normalized, input.detach(), input._version, factors, norm)
+    # By output number, because replicas share a node.
     vars(output.grad_fn).setdefault("recipes", {})[output.output_nr] = _Recipe(output, make)
 
 
-def _recomputed(
-    name: str, input: Tensor, version: int, factors: Sequence[Tensor | None], norm: Normalization
-) -> Tensor:
+def _normalized(input: Tensor, version: int, factors: Sequence[Tensor | None], norm: Normalization) -> Tensor:
     if input._version != version:
         raise RuntimeError(
-            f"{name}: expected an input that stays as it was until backward, from which recompute_outputs "
-            "recomputes the output; it was written to in place"
+            f"{name_of(norm.layer)}: the input was written to in place after the forward pass, but recompute_outputs "
+            "needs it to recompute the output"
         )
     activation = norm.options.activation or ops.IDENTITY
     try:
-        made: Tensor = ops.batch_norm_elemt(input, *factors, None, activation.code, activation.parameter)
+        output: Tensor = ops.batch_norm_elemt(input, *factors, None, activation.code, activation.parameter)
     except RuntimeError as error:
         raise_torchs(error)
         raise
-    return made if norm.masking is None else norm.masking.clear_outputs(made)
+    return output if norm.masking is None else norm.masking.clear_outputs(output)
 
 
-def _recipe_of(tensor: Tensor) -> _Remade | None:
-    """Returns the recipe of ``tensor``, or of the tensor that it is a view of; None if its values have none.
-
-    The autograd graph tells the origin: a layer, or an activation of torch applied to the output of a layer.
-    """
+def _recipe_of(tensor: Tensor) -> _Recomputed | None:
+    """Returns how to recompute ``tensor``, or the tensor that it is a view of; None if its values have no recipe."""
     whole = tensor if tensor._base is None else tensor._base
-    node = whole.grad_fn
-    recipe = _recipe_at(node, whole.output_nr)
-    if recipe is not None:
-        return recipe.of_output(whole)
-    activation = None if node is None else _activation_recorded_by(node)
-    if node is None or activation is None:
-        return None
-    recipe = _recipe_at(*node.next_functions[0])
-    return None if recipe is None else recipe.of_activation(activation, whole)
-
-
-def _recipe_at(node: Node | None, number: int) -> _Recipe | None:
-    recipes: dict[int, _Recipe] | None = getattr(node, "recipes", None)
-    return None if recipes is None else recipes.get(number)
+    node, number, activation = whole.grad_fn, whole.output_nr, None
+    if node is not None and not hasattr(node, "recipes"):
+        activation_at = _NODES.get(node.name()[:-1], lambda node: None)
+        activation = ops.activation_of(activation_at(node))
+        node, number = (None, 0) if activation is None else node.next_functions[0]
+    recipes: dict[int, _Recipe] = getattr(node, "recipes", None) or {}
+    return recipes[number].of(whole, activation) if number in recipes else None
 
 
 def _pack(tensor: Tensor) -> Callable[[], Tensor]:
     recipe = _recipe_of(tensor)
-    if recipe is not None:
-        return recipe.pack(tensor)
-    return partial(_kept, tensor.detach(), tensor._version)
+    return partial(_unchanged, tensor.detach(), tensor._version) if recipe is None else recipe.pack(tensor)
 
 
 def _unpack(packed: Callable[[], Tensor]) -> Tensor:
     return packed()
 
 
-def _kept(tensor: Tensor, version: int) -> Tensor:
-    """Returns ``tensor`` after the check that torch makes where there are no hooks."""
+def _unchanged(tensor: Tensor, version: int) -> Tensor:
+    """Returns ``tensor`` after torch's version check, which torch skips if there are hooks."""
     if tensor._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} "
-            "instead. torch.autograd.set_detect_anomaly(True) finds the operation that failed to compute its gradient"
+            f"a tensor of {list(tensor.shape)} is at version {tensor._version}; expected version {version}"
         )
     return tensor
-
-
-def _activation_recorded_by(node: Any) -> ops.Activation | None:
-    """Returns the activation that a node of autograd was made for; None for any other node."""
-    recorded = _NODES.get(node.name()[:-1])
-    found = None if recorded is None else recorded(node)
-    if found is None:
-        return None
-    return ops.IDENTITY if found == "identity" else ops.activation_of(found)

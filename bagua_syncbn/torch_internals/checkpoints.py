@@ -60,15 +60,12 @@ def observe_checkpoints(region: Callable[[], Any]) -> None:
 
 def raise_if_under_unknown_checkpoint() -> None:
     """Raises RuntimeError within a torch.utils.checkpoint that :func:`observe_checkpoints` does not know."""
-    if has_known_checkpoints:
-        return
     frame = sys._getframe()
     while frame := frame.f_back:  # type: ignore[assignment]
         if frame.f_globals is vars(checkpoint):
             raise RuntimeError(
-                "torch.utils.checkpoint: expected the one of torch 2.10 to 2.14, in which synchronized layers can tell "
-                f"what is repeated; got torch {torch.__version__}. Use a bagua_syncbn for this torch, or no activation "
-                "checkpointing around synchronized layers"
+                f"torch.utils.checkpoint of torch {torch.__version__} is unknown (expected torch 2.10 to 2.14); update "
+                "bagua_syncbn, or do not checkpoint synchronized layers"
             )
 
 

@@ -1,4 +1,4 @@
-"""Calls of modules, compiled and replicated ones, and what they save."""
+"""Modules: compiled, replicated, folded; and hooks for saved tensors."""
 
 import functools
 import sys
@@ -29,31 +29,27 @@ def is_replicated_in_place(module: torch.nn.Module) -> bool:
 
 
 def forget_compiled_code(module: torch.nn.Module) -> None:
-    """Makes the next call of a compiled model compile it anew, with its layers as they are now."""
+    """Lets the next call of a compiled model recompile it with the present layers."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # absent unless something was compiled; imports in a second
     if dynamo is not None and any(
         part._compiled_call_impl is not None or isinstance(part, dynamo.OptimizedModule) for part in module.modules()
     ):
-        # torch's guards would see that a layer has changed, but options of torch.compile can leave them out.
+        # torch's guards detect changed layers, but options of torch.compile can turn guards off.
         torch.compiler.reset()
 
 
 def check_before_folding(check: Callable[[Any], None]) -> None:
-    """Makes ``fuse_conv_bn_eval`` and ``fuse_linear_bn_eval`` call ``check`` with the layer that they fold.
+    """Lets ``fuse_conv_bn_eval`` and ``fuse_linear_bn_eval`` call ``check`` with the folded layer.
 
-    Both look up these functions in their module, however they were imported themselves, and call the layer ``bn``.
+    Both look up these functions in their module, wherever they were imported, and name the layer ``bn``.
     """
 
-    def checked(fold: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(fold)
-        def check_and_fold(*args: Any, **kwargs: Any) -> Any:
-            check(sys._getframe(1).f_locals.get("bn"))
-            return fold(*args, **kwargs)
-
-        return check_and_fold
+    def check_and_fold(fold: Callable[..., Any], *args: Any) -> Any:
+        check(sys._getframe(1).f_locals.get("bn"))
+        return fold(*args)
 
     for name in ("fuse_conv_bn_weights", "fuse_linear_bn_weights"):
-        setattr(fusion, name, checked(getattr(fusion, name)))
+        setattr(fusion, name, functools.partial(check_and_fold, getattr(fusion, name)))
 
 
 # Whether torch allows hooks for saved tensors here.

@@ -45,23 +45,6 @@ def test_torchs_layers_convert_and_revert(local, synced):
     assert type(revert_sync_batchnorm(synced(3))) is local
 
 
-def test_hooks_survive():
-    model, calls = net(), []
-    layer = model[1]
-    layer.register_forward_hook(lambda *_: calls.append("forward"))
-    layer.register_forward_pre_hook(lambda *_: calls.append("pre"))
-    layer.register_state_dict_post_hook(lambda *_: calls.append("state_dict"))
-    layer.register_load_state_dict_pre_hook(lambda *_: calls.append("load"))
-    layer.register_full_backward_hook(lambda *_: calls.append("backward"))
-    layer.bias.register_hook(lambda _: calls.append("grad"))
-    convert_sync_batchnorm(model)
-    model(torch.randn(2, 3, 6, 6)).sum().backward()
-    model.load_state_dict(model.state_dict())
-    assert calls[:2] == ["pre", "forward"]
-    assert sorted(calls[2:4]) == ["backward", "grad"]
-    assert calls[4:] == ["state_dict", "load"]
-
-
 def wrap(module):
     bagua_syncbn.with_bagua(module, [])
 
@@ -141,30 +124,21 @@ def scripted():
     return torch.jit.script(nn.BatchNorm1d(2))
 
 
-def hooked():
-    """Returns a layer as accelerate's hooks change it."""
-    layer = nn.BatchNorm2d(2)
-    layer._hf_hook, layer._old_forward, layer.forward = object(), layer.forward, partial(layer.forward)
-    return layer
-
-
 def wrapped():
     layer = nn.BatchNorm2d(2)
     layer.forward = partial(layer.forward)
     return layer
 
 
-CANNOT_STAND = "BatchNorm.* can stand for, got {} .*with "
 # The last layer of a model is refused: by what, how it is made, the error.
 REFUSED = [
     (partial(convert_sync_batchnorm, process_group=1), partial(FixedGroup, 2), AttributeError, "process_group"),
     (convert_sync_batchnorm, scripted, TypeError, "RecursiveScriptModule '1'; convert, then script"),
-    (convert_sync_batchnorm, hooked, TypeError, "BatchNorm2d '1' .*accelerate; convert before hooks, dispatch or"),
-    (convert_sync_batchnorm, wrapped, TypeError, "BatchNorm2d '1' .*subclass, .*; .* convert before"),
+    (convert_sync_batchnorm, wrapped, TypeError, "BatchNorm2d '1'.*subclass, or convert before hooks"),
     (revert_sync_batchnorm, partial(BecomesSlotted, 2), TypeError, "__class__ assignment"),
     (revert_sync_batchnorm, partial(LocalSubclass, 2), TypeError, "LocalSubclass; set local_class"),
     *(
-        (revert_sync_batchnorm, partial(cls, 2, **option), ValueError, CANNOT_STAND.format(cls.__name__) + said)
+        (revert_sync_batchnorm, partial(cls, 2, **option), ValueError, f"cannot revert {cls.__name__}.* has no {said}")
         for cls in (SyncBatchNorm, SyncBatchNorm2d)
         for option, said in (
             ({"activation": "relu"}, "fused_activation=Activation"),
@@ -188,9 +162,8 @@ def test_a_refused_conversion_leaves_the_model_unchanged(change, make, error, me
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("has_run", [False, True])
 @pytest.mark.parametrize("in_place", [False, True])
-def test_conversion_recompiles_a_compiled_model(in_place, has_run):
+def test_conversion_recompiles_a_compiled_model(in_place):
     torch.compiler.reset()
     model = compiled = nn.Sequential(nn.BatchNorm1d(1, momentum=1.0))
     # Without guards torch goes on with what it has compiled.
@@ -201,18 +174,16 @@ def test_conversion_recompiles_a_compiled_model(in_place, has_run):
         compiled = torch.compile(model, **options)
     input = torch.full((4, 1), float(dist.get_rank()))
     for change, mean in ((convert_sync_batchnorm, 0.5), (revert_sync_batchnorm, dist.get_rank())):
-        if has_run or change is revert_sync_batchnorm:
-            compiled(input)
+        compiled(input)
         assert change(compiled) is compiled
         compiled(input)
         assert model[0].running_mean.item() == mean
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("cls", [nn.BatchNorm2d, BatchNormReLU])
-def test_scripting_a_converted_model_raises(cls):
+def test_scripting_a_converted_model_raises():
     """torch would replace the synchronized layer in the given model."""
-    model = convert_sync_batchnorm(nn.Sequential(nn.Conv2d(2, 3, 1), nn.Sequential(cls(3))))
+    model = convert_sync_batchnorm(nn.Sequential(nn.Conv2d(2, 3, 1), nn.Sequential(BatchNormReLU(3))))
     layer = model[1][0]
     message = f"cannot script {type(layer).__name__}; script bagua_syncbn.revert_sync_batchnorm(copy.deepcopy(model))"
     for module in (model, layer):

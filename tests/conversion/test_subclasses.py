@@ -30,15 +30,6 @@ from tests.helpers.steps import check_ranks
 from tests.helpers.user_layers import BatchNormAct, Centered
 
 
-class OnlyInEvaluation(nn.BatchNorm2d):
-    """Written like batch renormalization."""
-
-    def forward(self, input):
-        if self.training:
-            return (input - input.mean((0, 2, 3), keepdim=True)) / input.std((0, 2, 3), keepdim=True)
-        return super().forward(input)
-
-
 class OfGhosts(nn.BatchNorm2d):
     """Normalizes parts of the batch separately."""
 
@@ -50,51 +41,21 @@ class OfGhosts(nn.BatchNorm2d):
 
 @pytest.mark.parametrize(("cls", "what"), [
     (Centered, "called neither"),
-    (OnlyInEvaluation, "called neither"),
     (OfGhosts, "called F.batch_norm with tensors that are not the layer's"),
 ])  # fmt: skip
 def test_an_unsynchronized_forward_raises(cls, what):
     model, input = convert_sync_batchnorm(nn.Sequential(cls(3))), torch.randn(4, 3, 4, 4)
-    with pytest.raises(RuntimeError, match=re.escape(f"{cls.__module__}.{cls.__name__}: expected") + ".*" + what):
+    with pytest.raises(RuntimeError, match=re.escape(f"{cls.__module__}.{cls.__name__}: cannot") + ".*" + what):
         model(input)
     model.eval()(input)
     revert_sync_batchnorm(model).train()(input)
 
 
-class Sparse(nn.BatchNorm2d):
-    """Calls torch's forward by ``super(type(self), self)``, as SparK does."""
-
-    def forward(self, input):
-        return super(type(self), self).forward(input * 2)
-
-
-class SparseSync(nn.SyncBatchNorm):
-    def forward(self, input):
-        return super(self.__class__, self).forward(input * 2)
-
-
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("cls", [Sparse, SparseSync])
-def test_a_forward_that_calls_super_of_its_own_type_is_synchronized(cls):
-    model = convert_sync_batchnorm(nn.Sequential(cls(3)))
-    assert isinstance(model[0], Sparse if cls is Sparse else SyncBatchNorm)
-    parts = torch.randn(2, 4, 3, 2, 2, generator=torch.Generator().manual_seed(0))
-    expected = nn.BatchNorm2d(3)
-    for layer in (model, pickle.loads(pickle.dumps(model))):
-        torch.testing.assert_close(
-            layer(parts[dist.get_rank()]), expected(2 * parts.flatten(0, 1)).chunk(2)[dist.get_rank()]
-        )
-    expected.load_state_dict(model[0].state_dict())
-    torch.testing.assert_close(model.eval()(parts[0]), expected.eval()(2 * parts[0]))
-    assert type(revert_sync_batchnorm(model)[0]) is cls
-    torch.testing.assert_close(model(parts[0]), expected(2 * parts[0]))
-
-
-@pytest.mark.ranks(4)
 def test_custom_forwards_use_the_group_of_the_layer():
-    layer = convert_sync_batchnorm(BatchNormAct(1, momentum=1.0), [[0, 2], [1, 3]])
+    layer = convert_sync_batchnorm(BatchNormAct(1, momentum=1.0), [[0], [1]])
     layer(torch.full((2, 1, 1, 1), float(dist.get_rank())))
-    assert layer.running_mean.item() == dist.get_rank() % 2 + 1
+    assert layer.running_mean.item() == dist.get_rank()
 
 
 @pytest.mark.parametrize("cls", [WithPart, ActWithPart])
@@ -163,7 +124,7 @@ def test_a_converted_part_may_normalize_for_the_layer(run, compiles):
 ])  # fmt: skip
 def test_an_unsynchronized_part_does_not_count(run, kept):
     layer = convert_sync_batchnorm(ByPart(3, **run), filter=lambda name, _: name != kept)
-    with pytest.raises(RuntimeError, match=r"ByPart: expected .* called neither"):
+    with pytest.raises(RuntimeError, match=r"ByPart: cannot .* called neither"):
         layer(torch.randn(4, 3, 2, 2))
 
 
@@ -215,7 +176,7 @@ def registered():
     register_converter(Foreign, lambda layer: SyncForeign if layer.num_features > 2 else None)
     register_converter(Centered, lambda layer: SyncBatchNorm2d)
     yield
-    for cls in (Foreign, Centered, Apex, nn.LayerNorm):
+    for cls in (Foreign, Centered, Apex):
         register_converter(cls, None)
 
 
@@ -246,9 +207,6 @@ def test_register_converter_checks_its_arguments():
     for cls in (int, "Foreign", SyncBatchNorm2d):
         with pytest.raises(TypeError, match="cls: expected"):
             register_converter(cls, None)
-    for converter in ("name", SyncBatchNorm):
-        with pytest.raises(TypeError, match="converter: expected"):
-            register_converter(Foreign, converter)
 
 
 @pytest.mark.usefixtures("registered")
@@ -256,10 +214,6 @@ def test_classes_of_converters_are_checked():
     register_converter(Foreign, lambda layer: nn.BatchNorm2d)
     with pytest.raises(TypeError, match=r"from the converter of .*test_subclasses\.Foreign, got .*BatchNorm2d"):
         convert_sync_batchnorm(nn.Sequential(Foreign(3)))
-    register_converter(nn.LayerNorm, lambda layer: SyncBatchNorm)
-    missing = "running_mean, running_var, num_batches_tracked, momentum, track_running_stats"
-    with pytest.raises(TypeError, match=rf"works with, got .*\.LayerNorm without {missing}; set them"):
-        convert_sync_batchnorm(nn.Sequential(nn.LayerNorm(3)))
 
 
 @pytest.mark.usefixtures("registered")
@@ -293,7 +247,7 @@ def test_conversion_finds_the_attribute_with_the_group():
         revert_sync_batchnorm(convert_sync_batchnorm(model, other))
         assert model[0].group is model[1]._process_group is group
         model[0].second = other
-        with pytest.raises(TypeError, match="Mmcv with group and second"):
+        with pytest.raises(TypeError, match="Mmcv has different process groups in group and second"):
             convert_sync_batchnorm(model[:1])
     finally:
         for cls in (Mmcv, Fairscale):

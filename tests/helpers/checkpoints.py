@@ -6,6 +6,7 @@ from functools import partial
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -15,7 +16,6 @@ from torch.utils.checkpoint import (
 
 from bagua_syncbn import Repeatable, masked
 from bagua_syncbn.communicators import LOCAL
-from tests.helpers.fake_packages import fairscale_checkpoint_wrapper
 
 
 def _save_what(policy, ctx, op, *args, **kwargs):
@@ -38,27 +38,54 @@ def _without_early_stop(function, input):
         return checkpoint(function, input, use_reentrant=False, determinism_check="none", preserve_rng_state=False)
 
 
-class KeptCheckpoint(torch.autograd.Function):
-    """Recomputes a function in backward, as packages with their own checkpoint do."""
-
+class _KeptCheckpoint(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, function, input):
+    def forward(ctx, _, function, *args):
         ctx.function = function
-        ctx.save_for_backward(input)
+        ctx.save_for_backward(*args)
         with torch.no_grad():
-            return ctx.function(input)
+            return ctx.function(*args)
 
     @staticmethod
     def backward(ctx, grad_output):
-        input = ctx.saved_tensors[0].detach().requires_grad_()
+        args = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in ctx.saved_tensors]
         with torch.enable_grad():
-            output = ctx.function(input)
+            output = ctx.function(*args)
         torch.autograd.backward(output, grad_output)
-        return None, input.grad
+        return None, None, *(tensor.grad for tensor in args)
+
+
+def kept_checkpoint(function, *args):
+    """Recomputes a function in backward, as packages with their own checkpoint do."""
+    return _KeptCheckpoint.apply(torch.tensor([], requires_grad=True), function, *args)
+
+
+def fairscale_checkpoint_wrapper(module):
+    """As fairscale's: without gradients, layers track no statistics, unless they opt out."""
+
+    def before(layer, _):
+        if not torch.is_grad_enabled():
+            layer._track_running_stats_backup, layer.track_running_stats = layer.track_running_stats, False
+
+    def after(layer, *_):
+        if not torch.is_grad_enabled():
+            layer.track_running_stats = layer._track_running_stats_backup
+
+    for layer in module.modules():
+        if isinstance(layer, _BatchNorm) and not hasattr(layer, "disable_patch_batchnorm"):
+            layer.register_forward_pre_hook(before)
+            layer.register_forward_hook(after)
+    function = partial(type(module).forward, module)
+    module.forward = lambda *args: (kept_checkpoint if torch.is_grad_enabled() else plainly)(function, *args)
+    return module
+
+
+def plainly(function, *args):
+    return function(*args)
 
 
 def _own(function, input):
-    return KeptCheckpoint.apply(Repeatable()(function), input)
+    return kept_checkpoint(Repeatable()(function), input)
 
 
 CHECKPOINTS = {

@@ -1,11 +1,10 @@
-"""Packages that blocks of the documentation import, by what these blocks use: installed ones are not looked at.
+"""Stand-ins for packages in code blocks of the documentation, whether the packages are installed or not.
 
-Written from the packages' sources: the same names, base classes and attributes.
+They have the same names, base classes and attributes as the packages' sources.
 """
 
 import sys
 from contextlib import contextmanager
-from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import ClassVar
 
@@ -16,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class _OwnForward:
-    """Computes without torch's batch normalization, as these packages do over several ranks."""
+    """Computes by hand, like these packages on several ranks."""
 
     channel_last = False
 
@@ -90,7 +89,7 @@ class _UltralyticsTrainer:
 
 
 class DynamicBatchNorm(nn.Module):
-    """As ModelOpt's: from this class and the layer's a class is made, which gives the active part of each tensor."""
+    """Like ModelOpt's, a mixin for the layer's class that returns the active part of each tensor."""
 
     active = None
 
@@ -100,7 +99,7 @@ class DynamicBatchNorm(nn.Module):
 
 
 class _Registry(dict):
-    """As ModelOpt's: of classes of layers that have the forward of a registered one."""
+    """Like ModelOpt's, for layer classes that share the forward of a registered class."""
 
     def register(self, classes):
         return lambda value: self.update(dict.fromkeys(classes, value)) or value
@@ -117,7 +116,7 @@ DYNAMIC_CLASSES = _Registry()
 
 
 class ModuleValidator:
-    """As opacus': accepts a model without layers whose exact class is registered."""
+    """Like opacus', accepts a model if the exact class of no layer is registered."""
 
     VALIDATORS: ClassVar = {nn.BatchNorm2d: lambda layer: ["mixes samples"]}
 
@@ -131,50 +130,7 @@ def _named(cls: type, name: str) -> type:
     return type(name, (cls,), {"forward": cls.forward})
 
 
-class _TwoPasses(torch.autograd.Function):
-    """As fairscale's CheckpointFunction: a pass without gradients, and one more in backward."""
-
-    @staticmethod
-    def forward(ctx, _, function, *args):
-        ctx.function = function
-        ctx.save_for_backward(*args)
-        with torch.no_grad():
-            return function(*args)
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        args = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in ctx.saved_tensors]
-        with torch.enable_grad():
-            output = ctx.function(*args)
-        torch.autograd.backward(output, grad_output)
-        return None, None, *(tensor.grad for tensor in args)
-
-
-def fairscale_checkpoint_wrapper(module):
-    """Without gradients its layers track no statistics, but for those that ask to be left alone."""
-
-    def before(layer, _):
-        if not torch.is_grad_enabled():
-            layer._track_running_stats_backup, layer.track_running_stats = layer.track_running_stats, False
-
-    def after(layer, *_):
-        if not torch.is_grad_enabled():
-            layer.track_running_stats = layer._track_running_stats_backup
-
-    for layer in module.modules():
-        if isinstance(layer, _BatchNorm) and not hasattr(layer, "disable_patch_batchnorm"):
-            layer.register_forward_pre_hook(before)
-            layer.register_forward_hook(after)
-    function = partial(type(module).forward, module)
-    module.forward = lambda *args: (
-        _TwoPasses.apply(torch.tensor([], requires_grad=True), function, *args)
-        if torch.is_grad_enabled()
-        else function(*args)
-    )
-    return module
-
-
-# By the name of the module, what it holds.
+# Contents of modules, by name.
 _CONTENTS = {
     "apex.parallel": {"SyncBatchNorm": _named(Apex, "SyncBatchNorm")},
     "detectron2.engine": {"DefaultTrainer": _Trainer},

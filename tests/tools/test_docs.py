@@ -139,7 +139,7 @@ def take_a_step(package, module, name, is_synchronized):
     """Trains an unregistered layer, which is synchronized or raises."""
     with stand_in_for(package):
         model = bagua_syncbn.convert_sync_batchnorm(nn.Sequential(getattr(import_module(module), name)(8)))
-        refusal = pytest.raises(RuntimeError, match=f"{name}: expected its forward")
+        refusal = pytest.raises(RuntimeError, match=f"{name}: cannot synchronize this forward")
         with nullcontext() if is_synchronized else refusal:
             model(torch.randn(4, 8, 3, 3))
         assert model[0].num_batches_tracked == is_synchronized
