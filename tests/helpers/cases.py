@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 import bagua_syncbn
 from bagua_syncbn.data_parallel import DataParallelWithCallback
-from bagua_syncbn.ops.activations import activation_of
 from tests.helpers import formula
 from tests.helpers.checkpoints import CHECKPOINTED
 from tests.helpers.tolerances import TOLERANCES, assert_close
@@ -282,6 +281,9 @@ def positions_of(mask: Tensor, input: Tensor) -> Tensor:
     return torch.arange(input.size(-1)) < mask.view(-1, *[1] * (input.dim() - 1))
 
 
+FUNCTIONS = {"identity": nn.Identity(), "gelu_tanh": partial(nn.functional.gelu, approximate="tanh")}
+
+
 def run_reference(case: Case) -> list[dict[str, Any]]:
     """Returns the expected results of each rank: ``case`` in one process on the whole batch, in float64.
 
@@ -316,8 +318,9 @@ def run_reference(case: Case) -> list[dict[str, Any]]:
             for name, default in (("weight", 1), ("bias", 0))
         )
         output = output * weight + bias + whole.get("residual", 0)
-        activation = activation_of(layer.fused_activation)
-        output = output if activation is None else activation.of(output)
+        if activation := case.options.get("activation"):  # a name, or a name and a parameter
+            name, *arguments = [activation] if isinstance(activation, str) else activation
+            output = (FUNCTIONS.get(name) or getattr(nn.functional, name))(output, *arguments)
         output = output.where(valid, 0) if case.zero_masked else output
         found = derivatives((output * whole["grad_output"]).sum(), ranks, 0, case.order)
         for result, own_output, own in zip(results, output.detach().split(case.splits), found, strict=True):
@@ -336,13 +339,17 @@ def check(pool: Any, *cases: Case) -> None:
 def compare(case: Case, results: Sequence[dict[str, Any]], also: float = 0.0) -> None:
     """Compares the results of all ranks with one process. ``also``: further tolerance of outputs and derivatives."""
     expected = run_reference(case)
+    is_rounded_twice = case.residual or "activation" in case.options
+    roundings = 100 if case.order > 1 else 4 if is_rounded_twice else 1
     for rank, (own, wanted) in enumerate(zip(results, expected, strict=True)):
         for step, (values, references) in enumerate(zip(own["steps"], wanted["steps"], strict=True)):
             assert values.keys() == references.keys()
             if case.spoiled and step == case.last_in_training:
                 continue
             for name, value in values.items():
-                _compare(case, value, references[name], f"{name} of rank {rank} at step {step} of {case}", also)
+                what, rtol = f"{name} of rank {rank} at step {step} of {case}", TOLERANCES[value.dtype][0] * roundings
+                message = partial("{}: {}".format, what)
+                torch.testing.assert_close(value.double(), references[name], rtol=rtol, atol=rtol + also, msg=message)
     first, wanted = results[0]["buffers"], expected[0]["buffers"]
     assert first.keys() == wanted.keys()
     for name, value in first.items():
@@ -351,16 +358,3 @@ def compare(case: Case, results: Sequence[dict[str, Any]], also: float = 0.0) ->
             assert_close(value, wanted[name], f"{name} of {case}", roundings=1 + case.steps)
         elif not (case.spoiled and case.way == "own F.batch_norm"):  # its forward counts batches
             assert value == wanted[name], f"{name} of {case}"
-
-
-def _compare(case: Case, actual: Tensor, expected: Tensor, what: str, also: float) -> None:
-    """Compares sums, and values rounded in between, relative to 1, since they may cancel."""
-    rtol, atol = TOLERANCES[actual.dtype]
-    is_rounded_twice = case.residual or "activation" in case.options
-    if is_rounded_twice or "weight" in what.split(" of rank")[0] or "bias" in what.split(" of rank")[0]:
-        atol = rtol
-    roundings = 4 if is_rounded_twice else 1
-    if case.order > 1:
-        atol, roundings = rtol, 100
-    rtol, atol = rtol * roundings, atol * roundings + also
-    torch.testing.assert_close(actual.double(), expected, rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}")
