@@ -15,10 +15,7 @@ from tests.helpers.workers import WorkerPool, forget_compilations
 
 # Failed assertions in helpers show values, as in test files.
 pytest.register_assert_rewrite(
-    *(
-        f"tests.helpers.{name}"
-        for name in ("cases", "comparison", "observed", "programs", "replicated", "steps", "training")
-    )
+    *(f"tests.helpers.{name}" for name in ("cases", "comparison", "observed", "replicated", "steps", "training"))
 )
 
 # TF32 errors in cuBLAS and cuDNN exceed the tolerances a hundredfold. Ranks inherit the variable.

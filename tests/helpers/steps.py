@@ -1,4 +1,4 @@
-"""A training step of any model, with its results by name; ranks and one process, compared."""
+"""Training steps of any model, compared between ranks and one process."""
 
 import torch
 import torch.distributed as dist
@@ -39,12 +39,13 @@ def assert_same_bits(actual, expected, what="results"):
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, msg=lambda text: f"{what}: {text}")
 
 
-def check_ranks(model, plain, input, grad_output, splits, tolerance=1e-9, **options):
-    """Compares a step of ``model`` on this rank's share with a step of ``plain`` on the whole batch."""
+def check_ranks(model, plain, input, grad_output, splits, tolerance=1e-9, reference=None, **options):
+    """Compares a step of ``model`` on this rank's share with ``reference``, or ``plain``, on the whole batch."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     own_grad_output = grad_output if callable(grad_output) else grad_output.split(splits)[rank]
     actual = step(model, input.split(splits)[rank], own_grad_output, **options)
-    for (name, value), expected in zip(actual.items(), step(plain, input, grad_output).values(), strict=True):
+    expected_step = step(plain, input, grad_output, call=reference)
+    for (name, value), expected in zip(actual.items(), expected_step.values(), strict=True):
         if name in ("output", "input.grad"):
             expected = expected.split(splits)[rank]
         elif name.endswith(".grad") and value is not None and len(splits) > 1:

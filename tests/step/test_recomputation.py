@@ -1,8 +1,7 @@
 """Activation checkpointing: recomputed calls use the statistics of the original call."""
 
 import gc
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from functools import partial
 from threading import Thread
@@ -14,8 +13,9 @@ from torch import nn
 
 from bagua_syncbn import Repeatable, SyncBatchNorm, convert_sync_batchnorm, masked, sync_batch_norm
 from tests.helpers.checkpoints import CHECKPOINTS, fairscale_checkpoint_wrapper, kept_checkpoint, plainly
-from tests.helpers.programs import SPLITS, check_program, in_a_thread, together
+from tests.helpers.programs import SPLITS, check_program
 from tests.helpers.user_layers import BatchNormAct1d
+from tests.helpers.workers import run_fresh
 
 
 def siamese(layer, input, own, around=plainly):
@@ -32,22 +32,38 @@ def around_its_own_checkpoint(layer, input, own, around=plainly):
     return around(lambda x: layer(around(layer, x).sin()).cos(), input)
 
 
-def check_checkpoints(cls, program, backward):
+def three_times(program):
+    """Returns a program with three calls of ``program``, whose backward passes begin with the last call."""
+    return lambda layer, input, own: sum(program(layer, scale * input, own) for scale in (1, 2, 3))
+
+
+def in_a_thread(program):
+    """Returns ``program`` with forward in another thread than backward, as on CUDA."""
+
+    def run(*args):
+        with ThreadPoolExecutor(1) as threads:
+            return threads.submit(program, *args).result()
+
+    return run
+
+
+def check_checkpoints(cls, program, threaded):
     by_torch = {"function": partial(F.batch_norm, training=True)} if program is of_no_layer else {}
-    options = {"reference": partial(program, **by_torch), "microbatches": 3, "backward": backward}
-    layer = cls(4, momentum=None)
-    sent = [check_program(program, layer, **options) for _ in range(2)][-1]  # until all ranks expect what comes
+    layer, reference = cls(4, momentum=None), three_times(partial(program, **by_torch))
+    wrap = in_a_thread if threaded else lambda program: program
+    sent = [check_program(wrap(three_times(program)), layer, reference) for _ in range(2)][-1]  # the first sends probes
     for how, around in CHECKPOINTS.items():
         if (cls, how) != (BatchNormAct1d, "selective, all"):  # torch refuses to save what a forward changes in place
-            assert check_program(partial(program, around=around), layer, what=how, **options) == sent, how
+            checkpointed = wrap(three_times(partial(program, around=around)))
+            assert check_program(checkpointed, layer, reference) == sent, how
 
 
-@pytest.mark.parametrize("backward", [together, in_a_thread])
+@pytest.mark.parametrize("threaded", [False, True])
 @pytest.mark.parametrize("program", [siamese, of_no_layer, around_its_own_checkpoint])
 @pytest.mark.parametrize("cls", [nn.BatchNorm1d, BatchNormAct1d])
-def test_recomputed_calls_send_nothing(pool, cls, program, backward):
-    pool.run(check_checkpoints, 2, cls, program, backward)
-    check_checkpoints(cls, program, backward)
+def test_recomputed_calls_send_nothing(pool, cls, program, threaded):
+    pool.run(check_checkpoints, 2, cls, program, threaded)
+    check_checkpoints(cls, program, threaded)
 
 
 def test_selective_checkpoints_do_not_mix_up_saved_tensors():
@@ -267,4 +283,4 @@ for context in (nullcontext(), bagua_syncbn.Repeatable()):
 
 
 def test_checkpoints_of_an_unknown_torch_raise():
-    subprocess.run([sys.executable, "-c", OTHER_TORCH], check=True)
+    run_fresh(OTHER_TORCH).check_returncode()
