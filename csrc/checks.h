@@ -72,15 +72,13 @@ inline void check_counter(const Tensor& tensor, const char* name, const Tensor& 
   check_device(tensor, name, other);
 }
 
-inline void check_fault(const OptionalTensor& fault) {
-  if (!fault) return;
-  const bool records = scalar_type(*fault) == ScalarType::Long && fault->numel() == 8 && fault->is_contiguous() &&
-                       device_type(*fault) == aoti_torch_device_type_cpu();
-  if (!records) refuse("fault", "8 int64 values in the memory of the host", scalar_type(*fault), " ", sizes_of(*fault));
-}
-
-inline int64_t* record_of(const OptionalTensor& fault) {
-  return fault ? static_cast<int64_t*>(fault->mutable_data_ptr()) : nullptr;
+// Returns the fault record: 8 int64 values in host memory. Null for None.
+inline int64_t* fault_record(const OptionalTensor& fault) {
+  if (!fault) return nullptr;
+  const bool valid = scalar_type(*fault) == ScalarType::Long && fault->numel() == 8 && fault->is_contiguous() &&
+                     device_type(*fault) == aoti_torch_device_type_cpu();
+  if (!valid) refuse("fault", "8 int64 values in the memory of the host", scalar_type(*fault), " ", sizes_of(*fault));
+  return static_cast<int64_t*>(fault->mutable_data_ptr());
 }
 
 // Returns the header of a row: the 24-bit halves of `caller` (kind of layer, options), and the call. Empty for None.

@@ -14,44 +14,38 @@ inline const void* data_of(const OptionalTensor& tensor) {
   return tensor ? tensor->const_data_ptr() : nullptr;
 }
 
-inline PerChannel per_channel_of(const Tensor& dense) {
-  return {dense.const_data_ptr(), dtype_of(dense, "tensor")};
+inline PerChannel per_channel_of(const OptionalTensor& tensor) {
+  return tensor ? PerChannel{tensor->const_data_ptr(), dtype_of(*tensor, "tensor")} : PerChannel{};
 }
 
-inline MutablePerChannel mutable_per_channel_of(const Tensor& dense) {
-  return {dense.mutable_data_ptr(), dtype_of(dense, "tensor")};
+inline MutablePerChannel mutable_per_channel_of(const Tensor& tensor) {
+  return {tensor.mutable_data_ptr(), dtype_of(tensor, "tensor")};
 }
 
-// A per-channel argument, copied if it is not contiguous. Null for None.
-class PerChannelTensor {
+inline Tensor to_contiguous(const Tensor& tensor) {
+  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
+}
+
+inline OptionalTensor to_contiguous(const OptionalTensor& tensor) {
+  return tensor ? std::optional(to_contiguous(*tensor)) : std::nullopt;
+}
+
+// The tensors of Factors, as contiguous tensors.
+class FactorTensors {
  public:
-  PerChannelTensor(const Tensor& tensor) : given_(&tensor) {
-    if (!tensor.is_contiguous()) copy_ = torch::stable::contiguous(tensor);
-  }
-  PerChannelTensor(const OptionalTensor& tensor) {
-    if (tensor) *this = PerChannelTensor(*tensor);
-  }
+  FactorTensors(const Tensor& mean, const Tensor& invstd, const OptionalTensor& weight, const OptionalTensor& bias)
+      : mean_(to_contiguous(mean)),
+        invstd_(to_contiguous(invstd)),
+        weight_(to_contiguous(weight)),
+        bias_(to_contiguous(bias)) {}
 
-  operator PerChannel() const { return given_ == nullptr ? PerChannel{} : per_channel_of(dense()); }
-  // Memory that a kernel may write to; call copy_back() afterwards.
-  MutablePerChannel target() const { return given_ == nullptr ? MutablePerChannel{} : mutable_per_channel_of(dense()); }
-  void copy_back() const {
-    if (!copy_) return;
-    Tensor given = *given_;
-    torch::stable::copy_(given, *copy_);
+  operator Factors() const {
+    return {per_channel_of(mean_), per_channel_of(invstd_), per_channel_of(weight_), per_channel_of(bias_)};
   }
 
  private:
-  const Tensor& dense() const { return copy_ ? *copy_ : *given_; }
-
-  const Tensor* given_ = nullptr;
-  OptionalTensor copy_;
-};
-
-struct FactorTensors {
-  PerChannelTensor mean, invstd, weight, bias;
-
-  operator Factors() const { return {mean, invstd, weight, bias}; }
+  const Tensor mean_, invstd_;
+  const OptionalTensor weight_, bias_;
 };
 
 template <typename Device>
@@ -89,30 +83,30 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(const Tensor& gathere
   const ScalarType given = scalar_type(gathered), dtype = is_sum ? ScalarType::Float : given;
   check(given == (is_sum ? ScalarType::Double : accumulate_type(given)), "gathered",
         is_sum ? "float64 for a sum" : "float32 or float64", given);
-  check_fault(fault);
+  int64_t* record = fault_record(fault);
   if (num_batches_tracked) check_counter(*num_batches_tracked, "num_batches_tracked", gathered);
   const bool tracks = running_mean && running_var, has_factor = momentum || num_batches_tracked;
   if (tracks) {
     check(has_factor, "num_batches_tracked", "a tensor, because momentum is None", "None");
     check_channels({{"running_mean", running_mean}, {"running_var", running_var}}, channels, gathered);
+    const bool dense = running_mean->is_contiguous() && running_var->is_contiguous();
+    check(dense, "running_mean, running_var", "contiguous tensors", "strided ones");
   }
-  const OptionalTensor none;
   const bool moves = tracks && !holds_buffers, counts = num_batches_tracked && !holds_buffers;
-  const PerChannelTensor mean_buffer(moves ? running_mean : none), var_buffer(moves ? running_var : none);
   void* batches = counts ? num_batches_tracked->mutable_data_ptr() : nullptr;
-  const Tensor rows = gathered.is_contiguous() ? gathered : torch::stable::contiguous(gathered);
+  const Tensor rows = to_contiguous(gathered);
   Tensor mean = allocate_vector(channels, dtype, gathered);
   Tensor invstd = allocate_vector(channels, dtype, gathered);
   Tensor count = allocate({}, {}, ScalarType::Long, gathered);
   Device device(gathered);
   gather_stats(GatherArguments{rows.const_data_ptr(), is_sum ? ranks : gathered.size(0), channels,
                                dtype_of(mean, "mean"), mean.mutable_data_ptr(), invstd.mutable_data_ptr(),
-                               static_cast<int64_t*>(count.mutable_data_ptr()), mean_buffer.target(),
-                               var_buffer.target(), static_cast<int64_t*>(batches), moves && !momentum,
-                               momentum.value_or(0), eps, header_size, skip_nonfinite, record_of(fault), is_sum, call},
+                               static_cast<int64_t*>(count.mutable_data_ptr()),
+                               moves ? mutable_per_channel_of(*running_mean) : MutablePerChannel{},
+                               moves ? mutable_per_channel_of(*running_var) : MutablePerChannel{},
+                               static_cast<int64_t*>(batches), moves && !momentum, momentum.value_or(0), eps,
+                               header_size, skip_nonfinite, record, is_sum, call},
                device);
-  mean_buffer.copy_back();
-  var_buffer.copy_back();
   return {mean, invstd, count};
 }
 
@@ -179,7 +173,7 @@ Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input,
   const int64_t header_size = sums.numel() - 2 * input.size(1);
   const bool fits = header_size >= 0 && header_size <= kSumsHeader && header_size % 2 == 0;
   check(fits, "sums", "2 * channels values and a header of 0, 2, 4 or 6 values", sums.numel());
-  check_fault(fault);
+  int64_t* record = fault_record(fault);
   check_device(sums, "sums", input);
   const ScalarType accumulate = accumulate_type(scalar_type(input)), given = scalar_type(sums);
   check(given == accumulate, "sums", "the accumulate dtype of input", given);
@@ -191,14 +185,13 @@ Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input,
   Tensor dx = grad_input ? with_layout_of(*grad_input, dense) : allocate_like(dense.tensor);
   if (input.numel() > 0) {
     const FactorTensors factors{mean, invstd, weight, bias};
-    const Tensor totals = sums.is_contiguous() ? sums : torch::stable::contiguous(sums);
+    const Tensor totals = to_contiguous(sums);
     const auto* number = static_cast<const int64_t*>(count.const_data_ptr());
     Device device(input);
-    backward_elemt(
-        dy.const_data_ptr(), dense.tensor.const_data_ptr(), dx.mutable_data_ptr(), dtype_of(input, "input"),
-        dense.geometry,
-        BackwardElemtArguments{factors, totals.const_data_ptr(), number, header_size, ranks, call, record_of(fault)},
-        valid, Epilogue{nullptr, {activation, parameter}}, device);
+    backward_elemt(dy.const_data_ptr(), dense.tensor.const_data_ptr(), dx.mutable_data_ptr(), dtype_of(input, "input"),
+                   dense.geometry,
+                   BackwardElemtArguments{factors, totals.const_data_ptr(), number, header_size, ranks, call, record},
+                   valid, Epilogue{nullptr, {activation, parameter}}, device);
   }
   if (!grad_input) return with_strides_of(dx, dense, input);
   if (dx.get() != grad_input->get()) torch::stable::copy_(*grad_input, dx);

@@ -28,8 +28,8 @@ int64_t count_of(const uint8_t* valid, int64_t n) {
 
 // Chan, Golub and LeVeque: merges the moments of `added` values into those of `count` values.
 struct MergeMoments {
-  double share;   // of the added values in all values
-  double weight;  // of the squared difference of the means
+  double share;   // added / all values
+  double weight;  // factor for the squared difference of means
   MergeMoments(double count, double added) : share(added / (count + added)), weight(count * share) {}
 
   void operator()(double& mean, double& m2, double added_mean, double added_m2) const {

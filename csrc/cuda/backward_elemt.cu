@@ -1,9 +1,8 @@
 // batch_norm_backward_elemt: dx = ((g - mean_g) - (x - mean) * projection) * scale, the gradient of the input.
-// Recomputes g = dy * act'(z), which is cheaper than storing and loading it. Invalid positions of a mask get dy *
-// scale.
+// Recomputes g = dy * act'(z), which is cheaper than storing and loading it. At invalid positions, dx = dy * scale.
 //
-// In-place: a thread loads a slot before it stores to it. Threads that share a slot, at the end of a row, do not use
-// the values that they load for each other.
+// In-place: a thread loads a slot before it stores to it. Threads can share a slot at the end of a row; each ignores
+// the other's values.
 
 #include "launch.cuh"
 #include "normalize.cuh"
@@ -42,9 +41,10 @@ __global__ void __launch_bounds__(kThreads, Traits::resident())
     for (auto& each : factors) each.scale = static_cast<A>(NAN);
   }
   while (batch.any) {
-#pragma unroll
+#pragma unroll(Traits::kUnroll)
     for (int u = 0; u < Traits::kSlots; ++u) {
-      const auto dy_slot = grads.slot(u), x_slot = values.slot(u);
+      const auto slot = batch.pop();
+      const auto dy_slot = grads.pop(), x_slot = values.pop();
       A g[kWidth];
       if constexpr (kActivates) {
         normalize(factors, x_slot, g);
@@ -55,9 +55,9 @@ __global__ void __launch_bounds__(kThreads, Traits::resident())
         const GradientFactors<A>& own = factors[w % kLanes];
         const A dy_value = widen(dy_slot.values[w]);
         g[w] = kActivates ? g[w] * dy_value : dy_value;
-        g[w] = kMasked && !batch.counts(w, u) ? g[w] * own.scale : own.gradient(g[w], widen(x_slot.values[w]));
+        g[w] = kMasked && !slot.counts(w) ? g[w] * own.scale : own.gradient(g[w], widen(x_slot.values[w]));
       }
-      store_slot(dx, batch.slots[u], narrow_all<typename Traits::T>(g));
+      store_slot(dx, slot.slot, narrow_all<typename Traits::T>(g));
     }
     if (batch.walk.done()) break;
     load();

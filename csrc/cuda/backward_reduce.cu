@@ -10,7 +10,7 @@
 namespace bagua_syncbn::cuda {
 namespace {
 
-// Sums over one part of a channel.
+// Sums over a channel's part.
 struct SumsPart {
   double dy, dy_xmu;
 };
@@ -52,23 +52,23 @@ __global__ void __launch_bounds__(kThreads, Traits::resident())
   Sums<A, kLanes> sums{};
   while (batch.any) {
     Sums<A, kLanes> added{};
-#pragma unroll
+#pragma unroll(Traits::kUnroll)
     for (int u = 0; u < Traits::kSlots; ++u) {
-      const auto dy_slot = grads.slot(u), x_slot = values.slot(u);
+      const auto slot = batch.pop();
+      const auto dy_slot = grads.pop(), x_slot = values.pop();
       A g[kWidth];
       if constexpr (kActivates) {
         normalize(factors, x_slot, g);
-        if (residual != nullptr) add(residuals.slot(u), g);
+        if (residual != nullptr) add(residuals.pop(), g);
         activate<true>(g, act);
       }
 #pragma unroll
       for (int w = 0; w < kWidth; ++w) {
         const A dy_value = widen(dy_slot.values[w]), deviation = widen(x_slot.values[w]) - factors[w % kLanes].mean;
         g[w] = kActivates ? g[w] * dy_value : dy_value;
-        if (!Traits::kPlanar || batch.counts(w, u)) (kSumsBatch ? added : sums).add(w % kLanes, g[w], g[w] * deviation);
+        if (slot.counts(w)) (kSumsBatch ? added : sums).add(w % kLanes, g[w], g[w] * deviation);
       }
-      if (kActivates && grad_buffer != nullptr)
-        store_slot(grad_buffer, batch.slots[u], narrow_all<typename Traits::T>(g));
+      if (kActivates && grad_buffer != nullptr) store_slot(grad_buffer, slot.slot, narrow_all<typename Traits::T>(g));
     }
     if (kSumsBatch) sums.merge(added);
     if (batch.walk.done()) break;

@@ -28,6 +28,8 @@ struct Traits {
   // Slots per batch. Twice as many if they are scalar, half as many for two input tensors.
   static constexpr bool kOneInput = kOp == Op::kStats || (kOp == Op::kElemt && !kActivates);
   static constexpr int kSlots = (kWidth == 1 ? 2 : 1) * kBatch / (kOneInput ? 1 : 2);
+  // With activations, a loop over slots: unrolled, one kernel spills registers.
+  static constexpr int kUnroll = kActivates ? 1 : kSlots;
   // A reduction leaves the tensor in the cache for the next pass. An element-wise kernel is the last to read it.
   static constexpr Read kRead = kReduces ? Read::kAgain : Read::kLast;
 
@@ -71,6 +73,15 @@ __device__ __forceinline__ unsigned valid_bits(const uint8_t* mask, const Planar
   return bits;
 }
 
+// Removes and returns the first item. Run-time indices would put the array into local memory.
+template <typename V, int K>
+__device__ __forceinline__ V take(V (&items)[K]) {
+  const V first = items[0];
+#pragma unroll
+  for (int k = 1; k < K; ++k) items[k - 1] = items[k];
+  return first;
+}
+
 // A batch of slots. All channels share a mask, so its bytes are mostly cached: they are loaded after the values.
 template <typename Traits>
 class Batch {
@@ -78,6 +89,17 @@ class Batch {
   static constexpr int kSlots = Traits::kSlots;
   static constexpr int kBits = Traits::kPlanar ? Traits::kWidth : 1;  // per slot
   using Walk = std::conditional_t<Traits::kPlanar, PlanarWalk<Traits::kWidth>, InterleavedWalk<Traits::kWidth>>;
+
+  struct Taken {
+    typename Walk::Slot slot;
+    unsigned valid;
+
+    // True if value w is valid. An empty interleaved slot has zeros, which add nothing to gradient sums.
+    __device__ __forceinline__ bool counts(int w) const {
+      if (!Traits::kMasked && !Traits::kPlanar) return true;
+      return (valid >> (kBits == 1 ? 0 : w) & 1) != 0;
+    }
+  };
 
   Walk walk;
   typename Walk::Slot slots[kSlots];
@@ -101,14 +123,20 @@ class Batch {
     for (int u = 0; u < kSlots; ++u) valid_ |= valid(u) << (u * kBits);
   }
 
-  // True if value w of slot u is valid. Without a mask, this is not needed for interleaved gradient sums: empty slots
-  // have zeros, which add nothing.
+  // True if value w of slot u is valid.
   __device__ __forceinline__ bool counts(int w, int u) const {
     return (valid_ >> (u * kBits + (kBits == 1 ? 0 : w)) & 1) != 0;
   }
   // Number of valid values per channel; whether all are valid.
   __device__ __forceinline__ int count() const { return __popc(valid_); }
   __device__ __forceinline__ bool full() const { return valid_ == ~0u >> (32 - kSlots * kBits); }
+
+  // Removes and returns the first slot.
+  __device__ __forceinline__ Taken pop() {
+    const Taken first{take(slots), valid_};
+    valid_ >>= kBits;
+    return first;
+  }
 
  private:
   __device__ __forceinline__ unsigned valid(int u) const {
@@ -149,6 +177,12 @@ struct Loaded {
       }
       memcpy(&bits[u], &pack, sizeof(pack));
     }
+  }
+  // Removes and returns the first slot.
+  __device__ __forceinline__ Pack<T, W> pop() {
+    const Pack<T, W> first = slot(0);
+    take(bits);
+    return first;
   }
 };
 

@@ -1,4 +1,4 @@
-// Calls of the CUDA runtime for torch/, which includes no CUDA headers.
+// CUDA runtime calls for torch/, which includes no CUDA headers.
 
 #include "launch.cuh"
 

@@ -26,13 +26,14 @@ __global__ void __launch_bounds__(kThreads, Traits::resident())
   NormalizeFactors<A> factors[Traits::kLanes];  // waited for together with the first batch
   share_factors<Traits>(factors, batch, [&](int64_t c) { return NormalizeFactors<A>(tensors, c); });
   while (batch.any) {
-#pragma unroll
+#pragma unroll(Traits::kUnroll)
     for (int u = 0; u < Traits::kSlots; ++u) {
+      const auto slot = batch.pop();
       A z[Traits::kWidth];
-      normalize(factors, values.slot(u), z);
-      if (kActivates && residual != nullptr) add(residuals.slot(u), z);
+      normalize(factors, values.pop(), z);
+      if (kActivates && residual != nullptr) add(residuals.pop(), z);
       if (kActivates) activate<false>(z, act);
-      store_slot(y, batch.slots[u], narrow_all<typename Traits::T>(z));
+      store_slot(y, slot.slot, narrow_all<typename Traits::T>(z));
     }
     if (batch.walk.done()) break;
     load();

@@ -20,7 +20,7 @@ void set_device(int32_t device);
 // library has no machine code for the device, and no PTX that the driver can compile for it.
 enum class Support : int32_t { kRuns, kOldDriver, kNoImage, kTurnedOff };
 Support support_of(int32_t device);
-// Switches to ATen's kernels on a device, or on all devices if `device` is -1.
+// Switches to ATen's kernels on `device`; -1: on all devices.
 void turn_off(int32_t device);
 
 // Makes `device` current and loads all kernels.

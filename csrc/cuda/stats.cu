@@ -1,9 +1,8 @@
 // batch_norm_stats: per-channel mean, biased variance and count, optionally with a mask, packed for the exchange.
 //
 // Each thread sums deviations from a center, its first valid value, and their squares, one batch at a time. This stays
-// precise if the mean is large compared to the deviation. A center far from the mean costs little: it is one of the
-// values, so it makes the variance as large. The block merges the moments of its threads. If a channel has several
-// parts, merge_stats merges them in double.
+// precise if the mean is large compared to the deviation. A center far from the mean costs little, because this value
+// also increases the variance. The block merges its threads' moments, and merge_stats merges parts in double.
 
 #include "../packed_stats.h"
 #include "batch.cuh"
@@ -12,7 +11,7 @@
 namespace bagua_syncbn::cuda {
 namespace {
 
-// Moments of one part of a channel.
+// Moments of a channel's part.
 struct StatsPart {
   double mean, m2, count;
 };
@@ -75,7 +74,7 @@ __global__ void __launch_bounds__(kThreads, Traits::resident())
   }
 }
 
-// Sums over parts relative to the mean of a part: the variance of equal values is 0, whatever their mean is.
+// Sums over parts, relative to the first part's mean: the variance of equal values is exactly 0.
 template <typename A>
 __global__ void __launch_bounds__(kThreads)
     merge_stats(int64_t count, const StatsPart* parts, int64_t channels, void* packed, Header header) {

@@ -156,16 +156,6 @@ def test_the_merge_of_ranks_equals_the_definition(ops, buffer_dtype, momentum):
         check_merge(ops, (3, 2), channels, torch.float32, buffer_dtype, momentum)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_running_statistics_that_are_strided_views_are_updated(ops, dtype):
-    rows = torch.stack([reference.batch_norm_stats(torch.randn(n, 3)) for n in (4, 0, 7)])
-    expected, strided = torch.zeros(2, 3, dtype=dtype), torch.zeros(2, 7, dtype=dtype)
-    ops.batch_norm_gather_stats(rows, *expected.unbind(), None, 0.3, 1e-5)
-    ops.batch_norm_gather_stats(rows, *strided[:, 1::2].unbind(), None, 0.3, 1e-5)
-    assert torch.equal(strided[:, 1::2], expected)
-    assert not strided[:, ::2].any()
-
-
 @pytest.mark.parametrize("activation", GIVEN, ids=str)
 def test_activations_and_their_derivatives_are_those_of_torch(ops, activation):
     for dtype in DTYPES[:2]:

@@ -6,16 +6,15 @@
 namespace bagua_syncbn::cuda {
 namespace {
 
-// Runs `kernel`. If the kernels do not run on this device, runs the op `fallback` of the same schema, which computes in
-// plain torch and warns (bagua_syncbn/cuda/fallback.py). The first argument of every op is a tensor.
+// Runs `kernel`, or on unsupported devices the op `fallback`, which has the same schema, uses plain torch and warns
+// (bagua_syncbn/cuda/fallback.py). The first argument of every op is a tensor.
 void run_or_fall_back(void (*kernel)(StableIValue*, uint64_t, uint64_t), const char* fallback, StableIValue* stack,
                       uint64_t arguments, uint64_t results) {
   int32_t device = 0;
   const auto input = torch::stable::detail::to<AtenTensorHandle>(stack[0]);
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(input, &device));
   if (support_of(device) == Support::kRuns) return kernel(stack, arguments, results);
-  // The error of the fallback does not cross the stable ABI: bagua_syncbn/cuda/fallback.py keeps it and raises it
-  // instead of this one.
+  // The fallback's error does not cross the stable ABI: bagua_syncbn/cuda/fallback.py stores and raises it.
   check(torch_call_dispatcher(fallback, "", stack, TORCH_ABI_VERSION) == AOTI_TORCH_SUCCESS, fallback, "success",
         "an error");
 }
