@@ -1,8 +1,8 @@
 """Selects the kernels for CUDA tensors: native ones, else ATen's, else plain torch.
 
-The native library checks once per device whether its kernels run there. If not, or if ``comparison.py`` found an error,
-the library calls the op of the same name in ``torch.ops.bagua_syncbn_fallback``, which uses ATen's kernels. In a
-library without CUDA kernels ``torch.ops.bagua_syncbn`` uses them directly.
+The native library checks each device once. If its kernels do not run there, or if ``comparison.py`` found an error, it
+calls the op with the same name in ``torch.ops.bagua_syncbn_fallback``, which uses ATen's kernels. In a library without
+CUDA kernels ``torch.ops.bagua_syncbn`` uses ATen's kernels directly.
 """
 
 import sys
