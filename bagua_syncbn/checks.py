@@ -114,8 +114,8 @@ def check_tensors(tensors: Tensors, buffers: ops.Buffers, training: bool, layer:
             if tensor.size() == (getattr(layer, "num_features", None),):
                 raise RuntimeError(f"expected {tensor.size(0)} channels, got {input.size(1)}")
             raise RuntimeError(f"{name}: expected {input.size(1)} elements, as channels, got {list(tensor.size())}")
-        if training and name.startswith("running") and tensor.stride(0) == 0 and tensor.size(0) > 1:
-            raise RuntimeError(f"{name}: expected memory for each element, got an expanded tensor")
+        if training and name.startswith("running") and not tensor.is_contiguous():
+            raise RuntimeError(f"{name}: expected a contiguous tensor in training, got stride {tensor.stride()}")
     if (running_mean is None) != (running_var is None):
         raise ValueError("running_mean, running_var: expected both or neither, got one of them")
     if running_mean is running_var is not None:

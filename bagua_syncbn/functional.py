@@ -88,8 +88,8 @@ def sync_batch_norm(
     Args:
         input: (N, C, \*), float16, bfloat16, float32 or float64, in any memory format; or a DTensor, with the
             statistics of the whole tensor.
-        running_mean: (C), any float dtype; None to track nothing. Updated in place in training if all ranks together
-            have at least two values per channel.
+        running_mean: (C), any float dtype, contiguous; None to track nothing. Updated in place in training if all ranks
+            together have at least two values per channel.
         running_var: (C), updated like ``running_mean``, with the unbiased variance.
         weight: (C), :math:`\gamma`, any float dtype; None for 1.
         bias: (C), :math:`\beta`, any float dtype; None for 0.

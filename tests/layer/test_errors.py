@@ -75,7 +75,11 @@ ARGUMENTS = [
     (ValueError, "running_mean, running_var: expected both or neither", {"running_mean": ONES}),
     (ValueError, "running_mean, running_var: expected two", {"running_mean": ONES, "running_var": ONES}),
     (ValueError, "running_mean, running_var: expected tensors with training=False", {"training": False}),
-    (RuntimeError, "running_mean: expected memory for each", {"running_mean": ONES[:1].expand(4), "running_var": ONES}),
+    (
+        RuntimeError,
+        "running_mean: expected a contiguous",
+        {"running_mean": ONES[:1].expand(4), "running_var": ONES},
+    ),
     (
         ValueError,
         "num_batches_tracked: expected a tensor",
