@@ -106,7 +106,7 @@ def _check(values: Any, mask: Any, count: Any, gradients: Any) -> None:
     if values.dim() == 0 and count is None:
         raise ValueError('values: expected per-sample losses (reduction="none"), or a sum and count; got a scalar')
     if mask is not None:
-        check_mask(mask, list(values.shape), "values", "values", values.device)
+        check_mask(mask, list(values.shape), "values", values.device)
     if isinstance(count, Tensor):
         if count.numel() != 1:
             raise ValueError(f"count: expected one number, got size {list(count.shape)}")

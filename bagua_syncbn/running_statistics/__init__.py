@@ -1,4 +1,4 @@
-"""Running statistics: accumulate, freeze, merge and recalibrate them."""
+"""Functions that accumulate, freeze, merge and recalibrate running statistics."""
 
 from .accumulation import accumulate_statistics
 from .freezing import freeze_statistics, unfreeze_statistics

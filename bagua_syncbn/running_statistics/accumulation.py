@@ -1,8 +1,9 @@
-"""Accumulates statistics: running statistics are updated once for all micro-batches of a step."""
+"""Accumulates the statistics of several batches before they update running statistics."""
 
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,53 +12,55 @@ from ..checks import named
 from ..conversion.hooks import own_forward_contexts
 from ..conversion.own_forward import restored_counter
 from ..models import check_module
-from ..ops import NO_BUFFERS, Buffers, merge_stats
-from ..ops.headers import HEADER_SUMS_SIZE, WORD, header_size, headers_differ
-from ..ops.moments import Moments, merge_dtype, mixture
+from ..ops import NO_BUFFERS, Buffers, Moments, merge_stats
+from ..ops.moments import merge_dtype
 from ..options import Options
 from ..step.call import Call
 from ..sync_batchnorm import SyncBatchNorm
-from ..threads import this_thread
 from ..torch_internals.autograd import is_capturing
 
 
 class Accumulation:
-    """Attached to a layer, it takes the statistics of training calls instead of the running statistics."""
+    """Attachment: merges the statistics of a layer's training calls, which then update no buffer."""
 
-    def __init__(self, layer: SyncBatchNorm) -> None:
+    def __init__(self, layer: Any) -> None:
         device = torch.device("cpu") if layer.running_mean is None else layer.running_mean.device
-        self.row = empty_row(layer.num_features, device)
-        self.buffers = NO_BUFFERS
+        # Statistics of all batches so far, as in batch_norm_stats. Has the final size from the start (except in lazy
+        # layers), so that torch.compile needs a single graph for any number of batches.
+        self.row = torch.zeros(1, 2 * layer.num_features + 2, dtype=merge_dtype(device), device=device)
         self._options: Options | None = None
-        # num_batches_tracked after the micro-batches, if the layer counts them itself.
-        self.counted: Tensor | None = None
 
     def __call__(self, go: Callable[[Call], Tensor], call: Call) -> Tensor:
         if not call.training or call.buffers.running_mean is None:
             return go(call)
         error = ""
         if call.buffers.running_mean is not getattr(call.layer, "running_mean", None):
-            error = (
-                "running_mean: expected the layer's buffer inside accumulate_statistics, which updates it on exit; got "
-                "another tensor"
-            )
+            error = "running_mean: inside accumulate_statistics, a custom forward must pass the layer's buffer, no view"
         elif not torch.compiler.is_compiling() and is_capturing():
-            error = (
-                "accumulate_statistics: a CUDA graph cannot be captured inside the context, because it does not see "
-                "replays; capture it outside"
-            )
+            error = "a CUDA graph cannot be captured inside accumulate_statistics, which does not see replays"
         if error:
             raise named(RuntimeError(error), call.layer)
         return go(call._replace(accumulate=self.take))
 
-    def take(self, gathered: Tensor, ranks: int, buffers: Buffers, options: Options) -> None:
-        """Adds one batch. :meth:`update_buffers` will use the last batch's buffers and options."""
-        self.row, self.buffers, self._options = merged_row(self.row, gathered, ranks), buffers, options
+    def take(self, gathered: Tensor, ranks: int, options: Options) -> Buffers:
+        """Adds a batch, with arguments as for ``batch_norm_gather_stats``. Returns no buffers to update."""
+        batch = self._merged(gathered, ranks)
+        is_lazy = self.row.size(1) != batch.size(1)
+        self.row = batch if is_lazy else self._merged(torch.cat([self.row, batch]))
+        self._options = options
+        return NO_BUFFERS
 
-    def update_buffers(self) -> None:
-        """Updates the buffers once, by the statistics of all batches together."""
+    def _merged(self, gathered: Tensor, ranks: int = 1) -> Tensor:
+        mean, invstd, count = merge_stats(gathered, NO_BUFFERS, Options(eps=0.0), ranks)
+        # If headers differ between ranks, the op returns NaN and a count of 0. A count of -1 keeps the row invalid.
+        count = count.masked_fill((count == 0) & mean.isnan().any(), -1)
+        return Moments(mean, invstd**-2, count.view(1)).as_row().to(self.row.dtype)
+
+    def update_buffers(self, layer: SyncBatchNorm) -> None:
+        """Updates the buffers of ``layer`` as a single batch would, with the options of the last batch."""
         if self._options is not None:
-            merge_stats(self.row, self.buffers, self._options)
+            buffers = Buffers(layer.running_mean, layer.running_var, layer.num_batches_tracked)
+            merge_stats(self.row, buffers, self._options)
 
 
 def accumulation_of(layer: SyncBatchNorm) -> Accumulation | None:
@@ -66,74 +69,31 @@ def accumulation_of(layer: SyncBatchNorm) -> Accumulation | None:
 
 
 @own_forward_contexts.register
-def _counter_in_accumulation(layer: SyncBatchNorm) -> AbstractContextManager[None] | None:
-    """Makes the micro-batches of a layer whose own forward counts them count as one batch."""
-    accumulation, counter = accumulation_of(layer), getattr(layer, "num_batches_tracked", None)
-    return None if accumulation is None or counter is None else _counted_once(accumulation, counter)
-
-
-@contextmanager
-def _counted_once(accumulation: Accumulation, counter: Tensor) -> Iterator[None]:
-    with restored_counter(counter):
-        yield
-        if torch.compiler.is_compiling() or not this_thread.holds_buffers:  # a recomputation does not count
-            accumulation.counted = counter.clone()
-
-
-def empty_row(channels: int, device: torch.device) -> Tensor:
-    """Returns statistics of no values (1, 2C + 2); C is 0 for a lazy layer.
-
-    The row has its final size, so that torch.compile makes one graph for any number of batches.
-    """
-    return torch.zeros(1, 2 * channels + 2, dtype=merge_dtype(device), device=device)
-
-
-def merged_row(row: Tensor, gathered: Tensor, ranks: int = 1) -> Tensor:
-    """Merges one batch into ``row``, which has mean (C), biased variance (C) and count (2).
-
-    Args:
-        row: (1, 2C + 2), statistics of all batches so far.
-        gathered: as for ``batch_norm_gather_stats``: the rows of all ranks, or their sum over ``ranks``. If the headers
-            of the ranks differ, the count of the result is NaN, which no buffer is updated by.
-        ranks: number of ranks in a sum.
-    """
-    if gathered.dim() > 1:
-        rows, header = gathered.tensor_split([gathered.size(1) - header_size(gathered)], 1)
-        differ = (header != header[:1]).any()
-    else:
-        sums, header = gathered.tensor_split([-HEADER_SUMS_SIZE])
-        rows, differ = Moments.of_sums(sums).as_row(), headers_differ(header, ranks)
-    rows = rows.to(merge_dtype(rows.device))
-    if row.size(1) == rows.size(1):  # otherwise the first batch of a lazy layer
-        rows = torch.cat([row.to(rows), rows])
-    channels = rows.size(1) // 2 - 1
-    means, variances, low, high = rows.split([channels, channels, 1, 1], 1)
-    counts = (low + high * WORD).masked_fill(differ, torch.nan)
-    total = counts.sum().view(1)
-    return Moments(*mixture(means, variances, counts / total.clamp(min=1)), total).as_row()
+def _restore_counter(layer: SyncBatchNorm) -> AbstractContextManager[None] | None:
+    """Undoes the count of each micro-batch in a custom forward."""
+    counter = getattr(layer, "num_batches_tracked", None)
+    return None if accumulation_of(layer) is None or counter is None else restored_counter(counter)
 
 
 @contextmanager
 def accumulate_statistics(model: nn.Module) -> Iterator[None]:
     """Updates the running statistics of ``model`` once for all micro-batches of a step, on exit of the context.
 
-    Enter the context around all forward passes of the step. Inside it the buffers of synchronized layers do not change.
-    On exit they are updated as by one batch of all micro-batches, and ``num_batches_tracked`` increases by one. This
-    needs no additional communication, and a layer stores one row of 2C + 2 values for any number of micro-batches.
-    Outputs and gradients do not change: each micro-batch is normalized by its own statistics.
+    Enter the context around all forward passes of the step. Outputs and gradients do not change: each micro-batch is
+    normalized with separate statistics. On exit, buffers are updated as if all micro-batches were a single batch, and
+    ``num_batches_tracked`` increases by 1. This needs no additional communication. A layer stores 2C + 2 values for any
+    number of micro-batches.
 
-    A layer with ``skip_nonfinite`` keeps its buffers if the statistics of any micro-batch are not finite. After an
-    exception inside the context, all buffers have their previous values. It warns if ``model`` has no synchronized
-    layer.
+    With ``skip_nonfinite``, buffers do not change if the statistics of any micro-batch are not finite. After an
+    exception inside the context, no buffer changes. In nested contexts, the outermost context updates the buffers. It
+    warns if ``model`` has no synchronized layer.
 
     Args:
-        model: the model whose layers accumulate, wrapped or not. All ranks of a group must enter the context for the
-            same layers.
+        model: the model, wrapped or not. All ranks of a group must enter the context for the same layers.
 
     Raises:
-        RuntimeError: a layer of ``model`` is inside another accumulate_statistics; buffers were replaced after the last
-            forward, in which case no buffer is updated; a custom forward passes running statistics that are not the
-            layer's buffers.
+        RuntimeError: a custom forward normalizes with tensors other than the layer's buffers; a CUDA graph is captured
+            inside the context.
 
     Example::
 
@@ -143,31 +103,17 @@ def accumulate_statistics(model: nn.Module) -> Iterator[None]:
         >>> optimizer.step()
     """
     check_module(model, "model")
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, SyncBatchNorm)}
+    layers = [layer for layer in model.modules() if isinstance(layer, SyncBatchNorm)]
     if not layers:
         warnings.warn(f"accumulate_statistics: found no synchronized layer in {type(model).__name__}", stacklevel=3)
-    for name, layer in layers.items():
-        if accumulation_of(layer) is not None:
-            raise RuntimeError(f"model: {name!r} is inside another accumulate_statistics; use one context at a time")
-    for layer in layers.values():
-        layer._sync_state.attach(Accumulation, Accumulation(layer))
+    accumulations = {layer: Accumulation(layer) for layer in layers if accumulation_of(layer) is None}
+    for layer, accumulation in accumulations.items():
+        layer._sync_state.attach(Accumulation, accumulation)
     try:
         yield
-        found = {name: accumulation_of(layer) for name, layer in layers.items()}
-        accumulations = {name: accumulation for name, accumulation in found.items() if accumulation is not None}
-        for name, accumulation in accumulations.items():
-            own = {buffer.data_ptr() for buffer in layers[name].buffers(recurse=False)}
-            if not own.issuperset(buffer.data_ptr() for buffer in accumulation.buffers if buffer is not None):
-                raise RuntimeError(
-                    f"model: the buffers of {name!r} were replaced inside accumulate_statistics, so no buffer was "
-                    "updated; convert or move the model before"
-                )
         with torch.no_grad():
-            for name, accumulation in accumulations.items():
-                counter = layers[name].num_batches_tracked
-                if accumulation.counted is not None and counter is not None:
-                    counter.copy_(accumulation.counted)
-                accumulation.update_buffers()
+            for layer, accumulation in accumulations.items():
+                accumulation.update_buffers(layer)
     finally:
-        for layer in layers.values():
+        for layer in accumulations:
             layer._sync_state.attach(Accumulation, None)

@@ -16,8 +16,8 @@ from .exchange import Exchange
 # Mean (C), inverse deviation (C) and number of values per channel (int64 scalar) over all ranks.
 Statistics: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
-# Called with the rows of all ranks or their sum, the number of ranks in the sum, the buffers and the options.
-Accumulate: TypeAlias = Callable[[Tensor, int, ops.Buffers, Options], None]
+# Takes the rows of all ranks or their sum, the number of ranks in the sum, and the options. Returns NO_BUFFERS.
+Accumulate: TypeAlias = Callable[[Tensor, int, Options], ops.Buffers]
 
 
 class Call(NamedTuple):

@@ -35,8 +35,7 @@ def batch_statistics(input: Tensor, call: Call, norm: Normalization) -> Statisti
     buffers = ops.NO_BUFFERS if call.buffers.running_mean is None else call.buffers  # call.tracked_buffers
     rows, ranks, fault, number = exchange.gather(row)
     if call.accumulate is not None:
-        call.accumulate(rows, ranks, buffers, options)
-        buffers = ops.NO_BUFFERS
+        buffers = call.accumulate(rows, ranks, options)
     if exchange.is_traced:
         # Separate from the buffers: a graph that recomputes statistics in backward must not depend on changed buffers.
         statistics = ops.merge_stats(rows, ops.NO_BUFFERS, options, ranks)

@@ -1,7 +1,6 @@
-"""accumulate_statistics: buffers are updated once, as if all micro-batches were one batch."""
+"""accumulate_statistics updates buffers once, as if all micro-batches were one batch."""
 
 import copy
-import random
 from contextlib import nullcontext
 
 import pytest
@@ -13,12 +12,12 @@ from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from bagua_syncbn import SyncBatchNorm, accumulate_statistics, convert_sync_batchnorm, ops, sync_batch_norm
+from bagua_syncbn import SyncBatchNorm, accumulate_statistics, convert_sync_batchnorm
 from bagua_syncbn.data_parallel import convert_model
 from bagua_syncbn.options import Options
 from bagua_syncbn.running_statistics import accumulation
-from bagua_syncbn.running_statistics.accumulation import accumulation_of
 from benchmarks.one_rank import Twin
+from tests.helpers import steps
 from tests.helpers.observed import collectives
 from tests.helpers.replicated import parallel
 from tests.helpers.user_layers import BatchNormAct1d
@@ -29,16 +28,16 @@ class Beside(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(
-            [
-                nn.BatchNorm1d(3),
-                nn.BatchNorm1d(3, momentum=None),
-                BatchNormAct1d(3),
-                nn.BatchNorm1d(3, momentum=0.5).float(),
-                nn.BatchNorm1d(3, track_running_stats=False),
-                nn.BatchNorm1d(3).eval(),
-            ]
-        ).double()
+        layers = (
+            nn.BatchNorm1d(3),
+            nn.BatchNorm1d(3, momentum=None),
+            BatchNormAct1d(3),
+            BatchNormAct1d(3, momentum=None),
+            nn.BatchNorm1d(3, momentum=0.5).float(),
+            nn.BatchNorm1d(3, track_running_stats=False),
+            nn.BatchNorm1d(3).eval(),
+        )
+        self.layers = nn.ModuleList(layers).double()
         self.convolution = nn.Conv1d(3, 3, 1).double()
 
     def forward(self, input):
@@ -47,11 +46,11 @@ class Beside(nn.Module):
 
 def draw(split, seed=0):
     """Returns the micro-batches of a step, and the whole batch."""
-    batch = torch.randn(sum(split), 3, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    batch = steps.draw(sum(split), 3, 4, seed=seed)
     return batch.split(split), batch
 
 
-def step(model, batches):
+def train(model, batches):
     outputs = []
     for index, batch in enumerate(batches):
         is_last = index == len(batches) - 1
@@ -61,24 +60,23 @@ def step(model, batches):
     return [output.detach() for output in outputs], [parameter.grad for parameter in model.parameters()]
 
 
-def expected_buffers(model, steps):
-    """Trains ``model`` on the whole batch of each step."""
-    for batches in steps:
-        with torch.no_grad():
-            model(batches)
-    return dict(model.named_buffers())
+def check_buffers(model, reference, batches):
+    """Compares the buffers of ``model`` with those of ``reference`` after the forward of each whole batch."""
+    with torch.no_grad():
+        for batch in batches:
+            reference(batch)
+    torch.testing.assert_close(dict(model.named_buffers()), dict(reference.named_buffers()))
 
 
 SPLITS = [[(2, 0, 5), (3, 4, 0)], [(1, 3, 2), (0, 6, 1)], [(1, 1, 1), (2, 1, 3)]]  # by step and rank
 
 
 @pytest.mark.ranks(2)
-def test_accumulation_takes_uneven_and_empty_micro_batches():
+def test_uneven_and_empty_micro_batches_update_buffers_once_without_more_messages():
     torch.manual_seed(0)
-    model = convert_sync_batchnorm(Beside())
-    plain, alone = DistributedDataParallel(copy.deepcopy(model)), Beside()
-    alone.load_state_dict(model.state_dict())
-    model = DistributedDataParallel(model)
+    alone = Beside()
+    model = DistributedDataParallel(convert_sync_batchnorm(copy.deepcopy(alone)))
+    plain = copy.deepcopy(model)
     everything, accumulated = [], []
     for number, splits in enumerate(SPLITS):
         drawn = [draw(split, 10 * number + rank) for rank, split in enumerate(splits)]
@@ -87,15 +85,14 @@ def test_accumulation_takes_uneven_and_empty_micro_batches():
         before = copy.deepcopy(model.state_dict())
         model.zero_grad()
         with collectives() as counted, accumulate_statistics(model):
-            accumulated.append((batches, *step(model, batches)))
-            torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+            accumulated.append((batches, *train(model, batches)))
+            steps.assert_same_bits(model.state_dict(), before)
     for batches, *results in accumulated:
         plain.zero_grad()
         with collectives() as expected:
-            torch.testing.assert_close(tuple(results), step(plain, batches), rtol=0, atol=0)
+            steps.assert_same_bits(tuple(results), train(plain, batches))
     assert counted == expected
-    buffers = dict(model.module.named_buffers())
-    torch.testing.assert_close(buffers, expected_buffers(alone, everything))
+    check_buffers(model.module, alone, everything)
 
 
 @pytest.mark.ranks(2, new_job=True)  # layers that were compiled in a job say less since
@@ -108,58 +105,31 @@ def test_accumulating_on_one_rank_raises_on_all(calls):
     with pytest.raises(RuntimeError, match="in accumulate_statistics"):  # noqa: SIM117
         with accumulate_statistics(layer) if dist.get_rank() else nullcontext():
             layer(torch.randn(4, 3))
-    torch.testing.assert_close(layer.state_dict(), before, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_drawn_micro_batches_equal_the_whole_batch(seed):
-    drawn = random.Random(seed)
-    steps = [drawn.choices([0, 1, 2, 5], k=drawn.randint(1, 5)) for _ in range(3)]
-    model = convert_sync_batchnorm(Beside())
-    model.layers[2].momentum = None
-    whole = copy.deepcopy(model)
-    for number, split in enumerate(steps):
-        batches, batch = draw(split, number)
-        with accumulate_statistics(model):
-            step(model, batches)
-        expected = expected_buffers(whole, [batch])
-        torch.testing.assert_close(dict(model.named_buffers()), expected)
+    steps.assert_same_bits(layer.state_dict(), before)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("repeated", ["within", "after"])
-def test_recomputed_calls_are_not_counted(reentrant, repeated):
-    model = convert_sync_batchnorm(Beside())
-    plain = copy.deepcopy(model)
-    batches, batch = draw((3, 4))
-    outputs = []
+def test_recomputed_calls_are_not_counted(reentrant):
+    whole, (batches, batch) = Beside(), draw((3, 4))
+    model = convert_sync_batchnorm(copy.deepcopy(whole))
     with accumulate_statistics(model):
-        for own in batches:
-            output = checkpoint(model, own.clone().requires_grad_(), use_reentrant=reentrant)
-            if repeated == "within":
-                output.backward(own.cos())
-            outputs.append(output)
-    if repeated == "after":
-        torch.autograd.backward(outputs, [own.cos() for own in batches])
-    _, grads = step(plain, batches)
-    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], grads)
-    plain.load_state_dict(Beside().state_dict() | plain.state_dict())
-    for layer in plain.layers:
-        layer.reset_running_stats()
-    torch.testing.assert_close(dict(model.named_buffers()), expected_buffers(plain, [batch]))
+        first, second = (checkpoint(model, own.requires_grad_(), use_reentrant=reentrant) for own in batches)
+        first.sum().backward()
+    second.sum().backward()  # recomputes after the context
+    check_buffers(model, whole, [batch])
 
 
-@pytest.mark.parametrize(("make", "wrap"), [
-    (nn.BatchNorm1d, lambda model: parallel(model, "cpu", 2)),
-    (lambda _, **options: nn.LazyBatchNorm1d(**options), lambda model: model),
-], ids=["replicas", "lazy layers"])  # fmt: skip
-def test_replicas_and_lazy_layers_accumulate(make, wrap):
-    whole, model = nn.BatchNorm1d(3, momentum=None), nn.Sequential(make(3, momentum=None), make(3))
-    model = wrap(convert_model(model) if make is nn.BatchNorm1d else convert_sync_batchnorm(model))
+@pytest.mark.parametrize("is_lazy", [False, True])
+def test_replicas_and_lazy_layers_accumulate(is_lazy):
+    whole = nn.BatchNorm1d(3, momentum=None)
+    if is_lazy:
+        model = convert_sync_batchnorm(nn.Sequential(nn.LazyBatchNorm1d(momentum=None), nn.LazyBatchNorm1d()))
+    else:
+        model = parallel(convert_model(nn.Sequential(nn.BatchNorm1d(3, momentum=None), nn.BatchNorm1d(3))), "cpu", 2)
     for number in range(2):
         batches, batch = draw((3, 5), number)
         with accumulate_statistics(model):
-            step(model, [own.float() for own in batches])
+            train(model, [own.float() for own in batches])
         whole(batch.float())
     first, second = (layer for layer in model.modules() if isinstance(layer, SyncBatchNorm))
     torch.testing.assert_close(first.state_dict(), whole.state_dict())
@@ -174,12 +144,12 @@ def test_any_number_of_micro_batches_compiles_once():
     for number in range(3):
         batches, _ = draw((4,) * (number + 1), number)
         with accumulate_statistics(model), accumulate_statistics(eager):
-            torch.testing.assert_close(step(compiled, batches), step(eager, batches))
+            torch.testing.assert_close(train(compiled, batches), train(eager, batches))
     torch.testing.assert_close(model.state_dict(), eager.state_dict())
     assert counters["stats"]["unique_graphs"] == 1
 
 
-def test_errors_and_evaluation_leave_the_buffers_unchanged():
+def test_errors_evaluation_and_nonfinite_batches_leave_the_buffers_unchanged():
     model = convert_sync_batchnorm(Beside())
     skipping = SyncBatchNorm(3, skip_nonfinite=True).double()
     before = copy.deepcopy([model.state_dict(), skipping.state_dict()])
@@ -190,46 +160,49 @@ def test_errors_and_evaluation_leave_the_buffers_unchanged():
     with accumulate_statistics(skipping), accumulate_statistics(model):
         skipping(batches[0])
         skipping(batches[1] * torch.inf)
+        model(batch[:0])
         model.eval()(batch)
-    torch.testing.assert_close([model.state_dict(), skipping.state_dict()], before, rtol=0, atol=0)
+    steps.assert_same_bits([model.state_dict(), skipping.state_dict()], before)
     skipping(batch)  # and afterwards each batch counts
-    sync_batch_norm(batch, skipping.running_mean, skipping.running_var)
     assert skipping.num_batches_tracked == 1
-    assert not torch.equal(skipping.running_mean, before[1]["running_mean"])
 
 
-def test_invalid_accumulation_raises(monkeypatch):
-    class Views(nn.BatchNorm1d):
-        def forward(self, input):
-            return F.batch_norm(input, self.running_mean[:], self.running_var[:], self.weight, self.bias, True)
+def test_nested_contexts_and_replaced_buffers_update_once():
+    whole, (batches, batch) = nn.BatchNorm1d(3).double(), draw((3, 4))
+    model = nn.Sequential(SyncBatchNorm(3))
+    with accumulate_statistics(model):
+        for own in batches:
+            with accumulate_statistics(model[0]):
+                model.double()(own)
+    check_buffers(model[0], whole, [batch])
 
-    model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3)))
-    nested = r"'0' is inside another accumulate_statistics"
-    with accumulate_statistics(model), pytest.raises(RuntimeError, match=nested), accumulate_statistics(model):
-        pass
-    views = convert_sync_batchnorm(Views(3))
-    with pytest.raises(RuntimeError, match="running_mean: expected the layer's buffer"), accumulate_statistics(views):
-        views(torch.randn(4, 3))
-    with pytest.raises(RuntimeError, match="buffers of '0' were replaced inside"), accumulate_statistics(model):  # noqa: PT012
-        model(torch.randn(4, 3))
-        model.double()
-    assert model[0].num_batches_tracked == 0
+
+class Views(nn.BatchNorm1d):
+    def forward(self, input):
+        return F.batch_norm(input, self.running_mean[:], self.running_var[:], self.weight, self.bias, True)
+
+
+def test_calls_that_cannot_accumulate_raise(monkeypatch):
+    layer = convert_sync_batchnorm(Views(3))
+    with pytest.raises(RuntimeError, match="running_mean: inside accumulate_stat"), accumulate_statistics(layer):
+        layer(torch.randn(4, 3))
     monkeypatch.setattr(accumulation, "is_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match="a CUDA graph cannot be captured"), accumulate_statistics(model):
-        model(torch.randn(4, 3).double())
+    layer = SyncBatchNorm(3)
+    with pytest.raises(RuntimeError, match="a CUDA graph cannot be captured"), accumulate_statistics(layer):
+        layer(torch.randn(4, 3))
 
 
-@pytest.mark.parametrize("adds_up", [False, True])
+@pytest.mark.parametrize("is_sum", [False, True])
 @pytest.mark.parametrize("differ", [False, True])
-def test_a_step_in_which_headers_differ_updates_no_buffer(adds_up, differ):
-    """Unless an op notices: on CPU it raises, on CUDA a later call does."""
+def test_a_step_in_which_headers_differ_updates_no_buffer(is_sum, differ):
+    """On CPU the op of the call raises too; on CUDA a later call does."""
     layer = SyncBatchNorm(1)
     with accumulate_statistics(layer):
-        for call in range(2):
-            headers = [[1, 2, call], [1, 2, call + differ * call]]
+        for call in range(3):
+            headers = [[1, 2, call], [1, 2, call + differ * (call == 1)]]
             gathered = torch.tensor([[3.0, 1, 2, 0, *header] for header in headers])
-            if adds_up:
+            if is_sum:
                 parts = [[word for part in header for word in (part, part**2)] for header in headers]
                 gathered = torch.tensor([[6.0, 20, 2, *header] for header in parts], dtype=torch.float64).sum(0)
-            accumulation_of(layer).take(gathered, 2, ops.Buffers(*layer.buffers()), Options())
+            accumulation.accumulation_of(layer).take(gathered, 2, Options())
     assert [*layer.running_mean.tolist(), layer.num_batches_tracked] == ([0, 0] if differ else [pytest.approx(0.3), 1])

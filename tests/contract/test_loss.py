@@ -240,7 +240,7 @@ INVALID = [
     ((torch.ones(3, dtype=torch.int64),), {}, TypeError, "of this rank, got Tensor of torch.int64"),
     ((VALUES.mean(),), {}, ValueError, "values: expected per-sample losses .*; got a scalar"),
     ((VALUES, VALUES), {}, TypeError, "mask: expected a bool tensor, got torch.float32"),
-    ((VALUES, MASK[:2]), {}, ValueError, r"broadcasts to values, \[2, 3\], got \[2\]; give"),
+    ((VALUES, MASK[:2]), {}, ValueError, r"broadcasts to values, \[2, 3\], got \[2\]"),
     ((SQUARE, MASK), {}, ValueError, "ambiguous mask of shape"),
     ((VALUES, MASK.to("meta")), {}, RuntimeError, "mask: expected a tensor on cpu"),
     ((VALUES,), {"count": "4"}, TypeError, "count: expected a number or a tensor, got str"),

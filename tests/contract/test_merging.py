@@ -1,4 +1,4 @@
-"""merge_statistics: running statistics that differ between ranks become those of all ranks."""
+"""merge_statistics gives all ranks the running statistics of all ranks' data."""
 
 import copy
 
@@ -12,9 +12,8 @@ from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, freeze_statistic
 from bagua_syncbn.communicators import LOCAL
 from tests.helpers import formula
 from tests.helpers.observed import collectives
+from tests.helpers.steps import assert_same_bits, draw
 from tests.helpers.user_layers import BatchNormAct1d
-
-BATCHES = {1: (3,), 2: (1, 4), 3: (2, 0, 3), 4: (2, 1, 0, 5)}
 
 
 def gathered(value):
@@ -32,61 +31,50 @@ def mixture(statistics, weights):
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(
-            [
-                nn.BatchNorm1d(3, momentum=None),
-                BatchNormAct1d(3),
-                nn.BatchNorm1d(3).half(),
-                nn.BatchNorm1d(3, track_running_stats=False),
-                nn.BatchNorm1d(3),
-            ]
-        )
-        freeze_statistics(convert_sync_batchnorm(self.layers[4]))
+        self.merged = nn.ModuleList([nn.BatchNorm1d(3, momentum=None), BatchNormAct1d(3), nn.BatchNorm1d(3).half()])
+        self.kept = nn.ModuleList([nn.BatchNorm1d(3, track_running_stats=False), nn.BatchNorm1d(3)])
+        freeze_statistics(convert_sync_batchnorm(self.kept[1]))
 
     def forward(self, input):
-        for layer in self.layers:
+        for layer in (*self.merged, *self.kept):
             layer(input.to(layer.weight.dtype))
 
 
-def train(model, batches, seed):
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(batches):
-        model(torch.randn(4, 3, generator=generator) * (dist.get_rank() + 1) + 2 * dist.get_rank())
-
-
-# Numbers of batches on the ranks; with ``counts`` of 0, they have counted none of them.
-@pytest.mark.parametrize(("batches", "counts"), [
-    *(pytest.param(BATCHES[n], 1, marks=pytest.mark.ranks(n)) for n in BATCHES),
-    pytest.param((2, 1, 3), 0, marks=pytest.mark.ranks(3)),
+# Numbers of batches by rank; if not counted, counters are 0.
+@pytest.mark.parametrize(("batches", "is_counted"), [
+    pytest.param((3,), True, marks=pytest.mark.ranks(1)),
+    pytest.param((2, 0, 3), True, marks=pytest.mark.ranks(3)),
+    pytest.param((2, 1, 3), False, marks=pytest.mark.ranks(3)),
+    pytest.param((2, 1, 0, 5), True, marks=pytest.mark.ranks(4)),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("convert", [False, True])
-def test_merged_statistics_equal_those_of_the_mixture(batches, counts, convert):
-    weights = (1.0, 2.5, 1.0, 0.5)[: len(batches)] if counts else (1.0,) * len(batches)
-    rank, model = dist.get_rank(), Model()
-    model.layers[4].running_mean += rank  # frozen
+def test_merged_statistics_equal_the_mixture_of_all_ranks(batches, is_counted, convert):
+    rank, size, model = dist.get_rank(), len(batches), Model()
+    weights = (1.0, 2.5, 1.0, 0.5)[:size] if is_counted else (1.0,) * size
+    model.kept[1].running_mean += rank
     if convert:
         convert_sync_batchnorm(model, LOCAL)
-    train(model, batches[rank], rank)
-    for layer in model.layers[:3]:
-        layer.num_batches_tracked *= counts
+    for seed in range(batches[rank]):
+        model(draw(4, 3, seed=10 * rank + seed, dtype=torch.float32) * (rank + 1) + 2 * rank)
+    for layer in model.merged:
+        layer.num_batches_tracked *= is_counted
     before = copy.deepcopy(model.state_dict())
-    state = [(layer.running_mean, layer.running_var) for layer in model.layers[:3]]
+    state = [(layer.running_mean, layer.running_var) for layer in model.merged]
     every = gathered([[buffer.clone() for buffer in buffers] for buffers in state])
     merge_statistics(model, weight=weights[rank])
-    factors = [count * weight * counts for count, weight in zip(batches, weights, strict=True)]
-    for number, (mean, var) in enumerate(state):
+    factors = [count * weight * is_counted for count, weight in zip(batches, weights, strict=True)]
+    for number, (mean, var) in enumerate(state if size > 1 else ()):
         expected = mixture([own[number] for own in every], factors)
-        if len(batches) > 1:
-            torch.testing.assert_close((mean, var), tuple(value.to(mean.dtype) for value in expected))
+        torch.testing.assert_close((mean, var), tuple(value.to(mean.dtype) for value in expected))
     for name, buffer in model.state_dict().items():
-        if "num_batches" in name or name.startswith(("layers.3", "layers.4")) or len(batches) == 1:
+        if "num_batches" in name or name.startswith("kept") or size == 1:
             assert torch.equal(buffer, before[name]), name
         else:
             assert all(torch.equal(buffer, other) for other in gathered(buffer)), name
     merge_statistics(model, weight=weights[rank])
-    with collectives() as third:  # in which the ranks know what comes
+    with collectives() as third:  # without a probe
         merge_statistics(model, weight=weights[rank])
-    assert third.total() == int(len(batches) > 1)
+    assert third.total() == int(size > 1)
 
 
 @pytest.mark.ranks(3)
@@ -105,9 +93,8 @@ def test_repeated_merges_average_over_all_batches_of_all_ranks():
 @pytest.mark.ranks(4)
 def test_groups_are_weighted_by_their_number_of_ranks():
     rank = dist.get_rank()
-    torch.manual_seed(rank)
     layer = SyncBatchNorm(3, momentum=1.0, process_group=[[0, 1, 2], [3]]).double()
-    layer(torch.randn(4, 3, dtype=torch.float64) + rank)
+    layer(draw(4, 3, seed=rank) + rank)
     every = gathered((layer.running_mean.clone(), layer.running_var.clone()))
     merge_statistics(layer, [[0, 3], [1, 2]])
     pairs = [every[0], every[3]] if rank in (0, 3) else [every[1], every[2]]
@@ -125,26 +112,17 @@ def test_merging_buffers_that_ddp_broadcasts_warns():
     assert caught[0].filename == __file__
 
 
-def test_merging_without_a_job_is_a_no_op():
-    model = nn.Sequential(nn.BatchNorm1d(3))
+def test_invalid_merges_raise_and_merges_outside_of_a_job_change_nothing():
+    model = nn.Sequential(nn.BatchNorm1d(3, momentum=None))
     model(torch.randn(4, 3))
     before = copy.deepcopy(model.state_dict())
     merge_statistics(model)
-    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-    with pytest.warns(UserWarning, match="found no layer with running statistics in Linear") as caught:
-        merge_statistics(nn.Linear(1, 1))
-    assert caught[0].filename == __file__
-
-
-def test_invalid_merges_raise():
-    model = nn.Sequential(nn.BatchNorm1d(3, momentum=None))
     for weight in (0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="weight: expected a finite number above 0, got"):
             merge_statistics(model, weight=weight)
-    model[0].num_batches_tracked = None
-    with pytest.raises(ValueError, match="num_batches_tracked in a layer with momentum=None, got None in '0'"):
-        merge_statistics(model)
-    with pytest.raises(TypeError, match=r"module: expected a torch.nn.Module, got list"):
-        merge_statistics([model])
     with pytest.raises(TypeError, match="process_group"):
         merge_statistics(model, "hosts")
+    assert_same_bits(model.state_dict(), before)
+    with pytest.warns(UserWarning, match="found no layer with running statistics in Linear") as caught:
+        merge_statistics(nn.Linear(1, 1))
+    assert caught[0].filename == __file__

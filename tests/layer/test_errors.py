@@ -112,11 +112,7 @@ CALLS = [
     (TypeError, "rule: " + NO_FUNCTION, lambda layer: masked(layer, MASK, rule="a").__enter__()),
     (TypeError, "filter: " + NO_FUNCTION, lambda layer: freeze_statistics(layer, "a")),
     (TypeError, "forward: " + NO_FUNCTION, lambda layer: recalibrate_statistics(layer, [], forward="a")),
-    (
-        TypeError,
-        "batches: expected a list of batches, .*, got NoneType",
-        lambda layer: recalibrate_statistics(layer, None),
-    ),
+    (TypeError, "'NoneType' object is not iterable", lambda layer: recalibrate_statistics(layer, None)),
     (TypeError, "weight: expected a number, got str", lambda layer: merge_statistics(layer, weight="a")),
 ]
 

@@ -16,7 +16,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, masked, sync_batch_norm
 from bagua_syncbn.communicators import LOCAL, LocalCommunicator
-from bagua_syncbn.data_parallel import DataParallelWithCallback
 from tests.helpers.steps import draw, step
 
 N, C, H, W, R = Shard(0), Shard(1), Shard(2), Shard(-1), Replicate()
@@ -168,11 +167,3 @@ def test_unsupported_sharded_input_raises():
     with masked(layer, mask), pytest.raises(TypeError, match="mask, lengths: expected None"):
         layer(both)
     assert layer.num_batches_tracked == layer.running_mean.abs().sum() == 0
-
-
-@pytest.mark.ranks(1)
-def test_a_dtensor_is_refused_in_replicas():
-    mesh = init_device_mesh("cpu", (1,))
-    model = DataParallelWithCallback(nn.Sequential(SyncBatchNorm(3, process_group=LOCAL)), ["cpu"] * 2)
-    with pytest.raises(TypeError, match=r"^SyncBatchNorm: input: expected a tensor of this process, .* got DTensor"):
-        model(distribute_tensor(torch.randn(4, 3), mesh, [R]))
