@@ -1,17 +1,16 @@
-"""Data parallelism within one process, as in :class:`torch.nn.DataParallel`, with synchronized layers.
+"""Synchronized layers for :class:`torch.nn.DataParallel`, with the names of Synchronized-BatchNorm-PyTorch."""
 
-Names and behavior follow the package Synchronized-BatchNorm-PyTorch, so its users only change their imports.
-"""
-
-from .layers import (
-    SynchronizedBatchNorm1d,
-    SynchronizedBatchNorm2d,
-    SynchronizedBatchNorm3d,
+from ..sync_batchnorm import SyncBatchNorm1d as SynchronizedBatchNorm1d
+from ..sync_batchnorm import SyncBatchNorm2d as SynchronizedBatchNorm2d
+from ..sync_batchnorm import SyncBatchNorm3d as SynchronizedBatchNorm3d
+from .replicas import CallbackContext
+from .wrapper import (
+    DataParallelWithCallback,
     convert_model,
+    execute_replication_callbacks,
+    patch_replication_callback,
     patch_sync_batchnorm,
 )
-from .replicas import CallbackContext
-from .wrapper import DataParallelWithCallback, execute_replication_callbacks, patch_replication_callback
 
 __all__ = [
     "CallbackContext",

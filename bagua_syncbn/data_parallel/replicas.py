@@ -1,17 +1,14 @@
-"""Meetings of the replicas of a model, which torch.nn.DataParallel runs in threads of one process.
+"""Meetings of a model's replicas, which torch.nn.DataParallel runs in threads.
 
-Replicas wait for each other in forward only. In backward no thread waits for another, however many threads autograd
-uses and in whichever order it runs the replicas.
+Replicas meet only in forward. Backward never waits, because autograd may run several replicas in the same thread.
 """
 
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from threading import Condition
 from typing import Any, NamedTuple, TypeAlias
-from weakref import ref
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -20,35 +17,29 @@ TensorSequence: TypeAlias = Sequence[Tensor | None]
 Compute: TypeAlias = Callable[[list[TensorSequence]], Sequence[TensorSequence]]
 
 TIMEOUT = 1800.0
-"""Seconds to wait for a replica that neither arrives nor ends: gloo's default time-out in torch.distributed."""
+"""Seconds to wait for a replica: gloo's default time-out in torch.distributed."""
 
 
 class ReplicaError(RuntimeError):
-    """Raised in a replica that waits if another replica raises an error, which is the cause."""
+    """Raised in waiting replicas. The cause is the error of the failed replica."""
 
 
-class _Sent(NamedTuple):
-    """Tensors for another thread, the CUDA stream that computes them, and the event after its work."""
+class Sent(NamedTuple):
+    """Tensors for a different thread, and the CUDA stream that computes them (None on CPU)."""
 
     tensors: TensorSequence
     stream: torch.cuda.Stream | None
-    event: torch.cuda.Event | None
 
     def receive(self) -> TensorSequence:
-        """Returns the tensors, for use in this thread's streams."""
-        for tensor in self.tensors:
-            if self.event is not None and tensor is not None:
-                # The stream may differ from the sender's, where the memory would be given to other work as soon as no
-                # thread holds the tensor.
-                stream = torch.cuda.current_stream(tensor.device)
-                stream.wait_event(self.event)
-                tensor.record_stream(stream)
+        """Returns the tensors, for use in this thread's current stream."""
+        if self.stream is not None:
+            stream = torch.cuda.current_stream(self.stream.device)
+            if stream != self.stream:
+                stream.wait_stream(self.stream)
+                for tensor in self.tensors:
+                    if tensor is not None:
+                        tensor.record_stream(stream)  # keeps the memory from being reused too early
         return self.tensors
-
-
-def _send(tensors: TensorSequence) -> _Sent:
-    stream = stream_of(tensors[0])
-    return _Sent(tensors, stream, None if stream is None else stream.record_event())
 
 
 def stream_of(tensor: Tensor | None) -> torch.cuda.Stream | None:
@@ -58,7 +49,7 @@ def stream_of(tensor: Tensor | None) -> torch.cuda.Stream | None:
 
 @contextmanager
 def in_streams(streams: Sequence[torch.cuda.Stream | None]) -> Iterator[None]:
-    """Makes ``streams`` current on their devices. The first of several streams on one device wins."""
+    """Makes ``streams`` current. If several streams are on the same device, the first wins."""
     with ExitStack() as stack:
         for stream in reversed(streams):
             if stream is not None:
@@ -67,44 +58,29 @@ def in_streams(streams: Sequence[torch.cuda.Stream | None]) -> Iterator[None]:
 
 
 class Replicas:
-    """Meetings of replicas, and the number of passes that each has ended.
-
-    A meeting takes place in one layer. All replicas come to the same meetings in the same order.
-
-    Args:
-        size: number of replicas.
-    """
+    """Meetings of ``size`` replicas, each in a call of a layer, in the same order in all replicas."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.error: BaseException | None = None  # first error of a replica; there are no meetings after it
+        self.error: BaseException | None = None  # first error of a replica; ends all meetings
         self._changed = Condition()
-        # The next meeting: its layer, and the replicas that have arrived. A replica waits for its results.
+        # The next meeting: the layer, the tensors of the replicas that have arrived, and their results.
         self._layer = ""
-        self._sent: dict[int, _Sent] = {}
-        self._results: dict[int, _Sent] = {}
-        self._calls: Counter[tuple[int, str]] = Counter()
+        self._sent: dict[int, Sent] = {}
+        self._results: dict[int, Sent] = {}
         self._running: set[int] = set()
-        # Passes ended per replica. A replica may begin the next pass before the others have ended theirs.
-        self._ended = [0] * size
+        self._ended = [0] * size  # passes per replica; the next pass may begin before peers end this pass
 
     def watch(self, rank: int, module: nn.Module) -> None:
-        """Makes each call of ``module``, including its hooks, a pass of replica ``rank``.
+        """Makes each call of ``module``, hooks included, a pass of replica ``rank``; waiting peers raise at the end."""
+        call: Any = WeakMethod(module._call_impl)  # a cycle would keep the replica until the next garbage collection
 
-        If the pass ends or raises, replicas that still wait for it raise.
-        """
-        reference = ref(module)  # a cycle would keep the copies of the parameters until the next garbage collection
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            replica = reference()
-            assert replica is not None
-            if rank in self._running:  # a module that calls itself
-                return replica._call_impl(*args, **kwargs)
+        def watched(*args: Any, **kwargs: Any) -> Any:
             self._running.add(rank)
             try:
-                return replica._call_impl(*args, **kwargs)
+                return call()(*args, **kwargs)
             except BaseException as error:
-                self._stop(error)
+                self.error = self.error or error
                 raise
             finally:
                 with self._changed:
@@ -112,99 +88,66 @@ class Replicas:
                     self._ended[rank] += 1
                     self._changed.notify_all()
 
-        # torch calls this attribute of Module.compile instead of forward and hooks, so class and forward stay the same.
-        # Compiled code would call the original module instead of the replica.
+        # torch calls this attribute, which Module.compile sets, instead of forward and hooks. Compiled code would call
+        # the original module instead of the replica.
         for child in module.modules():
             vars(child).pop("_compiled_call_impl", None)
-        module._compiled_call_impl = call
+        module._compiled_call_impl = watched
         vars(module)["_bagua_syncbn_replicas"] = self
 
     def meet(self, rank: int, layer: str, tensors: TensorSequence, compute: Compute) -> TensorSequence:
-        """Waits until every replica has made this call; returns the results of ``compute`` for this replica.
+        """Waits for the same call of all replicas; returns this replica's results.
 
-        Args:
-            rank: index of this replica.
-            layer: the name of the layer, the same in all replicas.
-            tensors: the tensors of this replica, on its device.
-            compute: turns the tensors of all replicas, in their order, into the results for each replica, on its
-                device. Replica 0 calls its own ``compute``, on its thread, in the streams of all replicas.
-
-        Raises:
-            ReplicaError: another replica raised.
-            RuntimeError: another replica ended without this call or calls another layer; the pass of this replica has
-                ended; some replicas did not arrive in :data:`TIMEOUT` seconds.
+        Replica 0 calls ``compute`` with all replicas' tensors, in all replicas' streams. The results would have
+        different bits in each run if any replica could call it, because autograd orders nodes by thread.
         """
         with self._changed:
-            try:
-                self._arrive(rank, layer, _send(tensors))
-                self._wait(rank, layer)
-                if rank == 0:
-                    sent = [self._sent.pop(other) for other in range(self.size)]
-                    with in_streams([one.stream for one in sent]):
-                        results = compute([one.receive() for one in sent])
-                        self._results = {other: _send(own) for other, own in enumerate(results)}
-                    self._changed.notify_all()
-            except BaseException as error:
-                self._stop(error)
-                raise
+            if self._ended[rank] and rank not in self._running:
+                raise RuntimeError(
+                    f"{layer}: called after the forward pass of the replica; activation checkpointing, which repeats "
+                    "calls in backward, cannot be combined with replicas"
+                )
+            if self._sent and self._layer != layer:
+                raise RuntimeError(
+                    f"all replicas must call the same layers in the same order: replica {min(self._sent)} calls "
+                    f"{self._layer}, and replica {rank} calls {layer}"
+                )
+            self._layer, self._sent[rank] = layer, Sent(tensors, stream_of(tensors[0]))
+            self._changed.notify_all()
+            self._wait(rank)
+            if rank == 0:
+                sent = [self._sent.pop(other) for other in range(self.size)]
+                with in_streams([each.stream for each in sent]):
+                    results = compute([each.receive() for each in sent])
+                    self._results = {other: Sent(own, stream_of(own[0])) for other, own in enumerate(results)}
+                self._changed.notify_all()
             return self._results.pop(rank).receive()
 
-    def _arrive(self, rank: int, layer: str, sent: _Sent) -> None:
-        if self._ended[rank] and rank not in self._running:
-            raise RuntimeError(
-                f"{layer}: expected calls during the forward pass of its replica only, got one after replica "
-                f"{rank} had ended; activation checkpointing, which repeats the pass in backward, cannot be "
-                "combined with replicas"
-            )
-        self._calls[rank, layer] += 1
-        if self._sent and self._layer != layer:
-            raise RuntimeError(
-                f"{layer}: expected every replica to call the same layers in the same order, got "
-                f"{self._describe_call(rank, layer)}, where {self._describe_call(min(self._sent), self._layer)}"
-            )
-        self._layer = layer
-        self._sent[rank] = sent
-        if len(self._sent) == self.size:
-            self._changed.notify_all()
+    def _wait(self, rank: int) -> None:
+        """Waits for the tensors of all replicas (replica 0) or for the results (peers)."""
 
-    def _wait(self, rank: int, layer: str) -> None:
-        """Waits until all replicas have arrived (replica 0), or until there are results (the others)."""
-        deadline = time.monotonic() + TIMEOUT
-        # After an error, tensors of an earlier meeting may be left.
-        while rank not in self._results if rank else self.error is not None or len(self._sent) < self.size:
+        def outcome() -> str:
+            if rank in self._results if rank else self.error is None and len(self._sent) == self.size:
+                return "ready"
             if self.error is not None:
-                raise ReplicaError(
-                    f"{layer}: expected all replicas, got an error in another one: "
-                    f"{type(self.error).__name__}: {self.error}"
-                ) from self.error
-            ended = max(self._ended)
-            if ended > self._ended[rank]:  # this pass
-                reason = f"when replica {self._ended.index(ended)} ended"
-            elif self._changed.wait(deadline - time.monotonic()):
-                continue
-            else:
-                reason = f"and no more in {TIMEOUT:g} seconds"
-            calls = [self._calls[other, layer] for other in range(self.size)]
-            raise RuntimeError(
-                f"{layer}: expected the same number of calls by every replica, got {calls} by replicas 0 to "
-                f"{self.size - 1} {reason}"
-            )
+                return "raised"
+            return "ended" if max(self._ended) > self._ended[rank] else ""
 
-    def _describe_call(self, rank: int, layer: str) -> str:
-        return f"replica {rank} in its call {self._calls[rank, layer]} of {layer}"
-
-    def _stop(self, error: BaseException) -> None:
-        with self._changed:
-            if self.error is None:
-                self.error = error
-            self._changed.notify_all()
+        found = self._changed.wait_for(outcome, TIMEOUT)
+        if found == "raised":
+            text = f"{self._layer}: a different replica raised {type(self.error).__name__}: {self.error}"
+            raise ReplicaError(text) from self.error
+        if found != "ready":
+            missing = [other for other in range(self.size) if other not in self._sent]
+            why = found or f"did not make this call within {TIMEOUT:g} seconds"
+            raise RuntimeError(f"{self._layer}: replica {rank} waits for replicas {missing}, which {why}")
 
 
 @dataclass(eq=False)
 class CallbackContext:
-    """Context that all copies of a submodule share in one forward pass. Copies may set any attributes on it.
+    """Context that all copies of a submodule share in a forward pass, with any attributes that callbacks set.
 
-    This package sets two: ``replicas``, and ``layer``, the name of the submodule in messages.
+    This package sets ``replicas``, and ``layer``, the name of the submodule in messages.
     """
 
     replicas: Replicas

@@ -1,8 +1,6 @@
-"""Training step among replicas of one process: one node of autograd's graph for all replicas of a layer.
+"""Training step of all replicas of a layer, as a single autograd node.
 
-Replicas meet in forward, where the thread of replica 0 merges their statistics and normalizes for all. In backward no
-thread waits, as it could wait for work that runs next on itself: autograd runs the node when the gradients of all
-outputs are there.
+Autograd runs the node once all outputs have gradients, so that no thread waits in backward.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,14 +12,14 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..checks import is_distributed, named
+from ..checks import named
 from ..functional import checks_of
-from ..groups import LOCAL, GroupSpec, spec_of
+from ..groups import LOCAL, spec_of
+from ..names import name_of
 from ..step.call import Call, Normalization, Statistics
 from ..step.derivatives import differentiable_batch_norm, gradients_of
 from ..step.exchange import Exchange
 from ..step.normalize import activation_args, epilogue_args
-from ..threads import this_thread
 from ..torch_internals.autograd import is_batched, is_transforming
 from .replicas import Replicas, TensorSequence, in_streams, stream_of
 
@@ -30,70 +28,51 @@ _LOCAL_GROUP, _EXCHANGE = spec_of(LOCAL), Exchange(LOCAL)
 
 @dataclass(frozen=True, eq=False)
 class Replica:
-    """One layer of one replica; attached to the layer, it computes the layer's calls in training with its copies."""
+    """Attachment of a replica's layer: computes training calls jointly with the peers."""
 
     replicas: Replicas
     rank: int
     layer: str
 
     def __call__(self, go: Callable[[Call], Tensor], call: Call) -> Tensor:
-        layer: Any = call.layer
         if not call.synchronizes or self.replicas.size == 1:
             return go(call)
-        spec: GroupSpec = call.group
-        size = spec.communicator().size
-        if size > 1:
+        if call.group.communicator().size > 1:
             raise RuntimeError(
-                f"process_group: expected a group of one where a layer is one of {self.replicas.size} replicas, got "
-                f"one of {size} ranks; use one device for each rank, or set process_group to "
-                "bagua_syncbn.communicators.LOCAL to synchronize the replicas of each process alone"
+                f"{name_of(call.layer)}: replicas cannot synchronize over several ranks; use one device per rank, or "
+                "process_group=bagua_syncbn.communicators.LOCAL to synchronize the replicas of each process"
             )
+        if call.has_masks:
+            raise RuntimeError(f"{name_of(call.layer)}: replicas take no masks; use one process for each device")
         try:
-            if type(call.input) is not Tensor and is_distributed(call.input):
-                raise TypeError(
-                    "input: expected a tensor of this process, because the layer is one of several replicas, got "
-                    f"{type(call.input).__name__}; use one process for each device"
-                )
             options = checks_of(call._replace(group=_LOCAL_GROUP)).options
-            if call.has_masks:
-                raise RuntimeError("mask: expected none among replicas of one process; use one process for each device")
         except (TypeError, ValueError, RuntimeError) as error:
-            raise named(error, layer) from None
-        norm = Normalization(options, _EXCHANGE, layer)
+            raise named(error, call.layer) from None
+        norm = Normalization(options, _EXCHANGE, call.layer)
         records = torch.is_grad_enabled()
-        tensors = [tensor if tensor is None or records else tensor.detach() for tensor in call[:4]]
+        tensors = call[:4] if records else [tensor if tensor is None else tensor.detach() for tensor in call[:4]]
         row = ops.batch_norm_stats(call.input.detach())
-        compute = partial(_normalize, norm, call)
-        output: Any
-        output, *statistics = self.replicas.meet(self.rank, self.layer, [*tensors, row], compute)
-        if not records:
-            return output.detach()  # type: ignore[no-any-return]
-        if this_thread.see_output is not None:
-            norm.statistics = tuple(statistics)  # type: ignore[assignment]
-            this_thread.see_output(output, *call[:4], norm)
-        return output  # type: ignore[no-any-return]
+        output: Any = self.replicas.meet(self.rank, self.layer, [*tensors, row], partial(_forward, norm, call))[0]
+        return output if records else output.detach()  # type: ignore[no-any-return]
 
 
-def _normalize(norm: Normalization, call: Call, brought: Sequence[Any]) -> list[TensorSequence]:
-    """Returns output and statistics for each replica, on its device; updates the buffers of ``call``.
+def _forward(norm: Normalization, call: Call, sent: Sequence[Any]) -> list[TensorSequence]:
+    """Returns the output of each replica; updates the buffers of ``call``.
 
-    ``brought`` has input, weight, bias, residual and row of each.
+    Each replica sends input, weight, bias, residual and a row of statistics.
     """
-    device = brought[0][0].device
-    rows, buffers = torch.stack([row.to(device) for *_, row in brought]), call.tracked_buffers
-    if call.accumulate is not None:
-        call.accumulate(rows, 1, buffers, norm.options)
-        buffers = ops.NO_BUFFERS
+    rows = torch.stack([row.to(sent[0][0].device) for *_, row in sent])
+    buffers = call.tracked_buffers if call.accumulate is None else call.accumulate(rows, 1, norm.options)
     merged = ops.merge_stats(rows, buffers, norm.options)
-    statistics = [[value.to(input.device) for value in merged] for input, *_ in brought]
-    tensors = [tensor for *own, _ in brought for tensor in own]
-    # Replica 0 may run without gradients while another replica needs them.
+    statistics = [[value.to(input.device) for value in merged] for input, *_ in sent]
+    tensors = [tensor for *own, _ in sent for tensor in own]
+    # Replica 0 may run without gradients while a peer needs gradients.
     with torch.set_grad_enabled(any(tensor is not None and tensor.requires_grad for tensor in tensors)):
         outputs = _Replicated.apply(norm, statistics, *tensors)
-    return [[output, *own] for output, own in zip(outputs, statistics, strict=True)]
+    return [[output] for output in outputs]
 
 
-def _in_rows(values: Sequence[Any], width: int) -> list[Sequence[Any]]:
+def _by_replica(values: Sequence[Any], width: int) -> list[Sequence[Any]]:
     return [values[start : start + width] for start in range(0, len(values), width)]
 
 
@@ -102,11 +81,10 @@ class _Replicated(torch.autograd.Function):
     def forward(
         ctx: Any, norm: Normalization, statistics: Sequence[Sequence[Tensor]], *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """Returns the outputs of all replicas, for input, weight, bias and residual of one after the other."""
+        """Returns the outputs of all replicas. ``tensors`` are input, weight, bias and residual of each replica."""
         activation = norm.options.activation
         outputs, kept = [], []
-        for row, own in zip(_in_rows(tensors, 4), statistics, strict=True):
-            input, weight, bias, residual = row
+        for (input, weight, bias, residual), own in zip(_by_replica(tensors, 4), statistics, strict=True):
             outputs.append(ops.batch_norm_elemt(input, weight, bias, *own[:2], *epilogue_args(activation, residual)))
             kept += [input, weight, *((None, None) if activation is None else (bias, residual)), *own]
         ctx.norm, ctx.streams = norm, [stream_of(output) for output in outputs]
@@ -115,37 +93,31 @@ class _Replicated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        # Autograd itself sets the stream of one device alone.
-        with in_streams(ctx.streams):
+        with in_streams(ctx.streams):  # autograd sets the stream of only one device
             return None, None, *_gradients(ctx, grad_outputs)
 
 
 def _gradients(ctx: Any, grad_outputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """Returns the gradients of all tensors of all replicas.
-
-    An output that is not in the loss has a gradient of 0; its input still affects the statistics of all.
-    """
-    norm, needed, rows = ctx.norm, ctx.needs_input_grad[2:], _in_rows(ctx.saved_tensors, 7)
+    """Returns the gradients of all tensors of all replicas."""
+    norm, needed, rows = ctx.norm, ctx.needs_input_grad[2:], _by_replica(ctx.saved_tensors, 7)
     if torch.is_grad_enabled() or is_transforming() or any(map(is_batched, grad_outputs)):
         compute = partial(_differentiable, norm=norm)
         return gradients_of(compute, grad_outputs, [row[:4] for row in rows], needed, norm.options)
-    ctx.recipes = None  # all operations that save the outputs ran before
     reduced: list[Any] = []
     for grad_output, (input, weight, bias, residual, mean, invstd, _) in zip(grad_outputs, rows, strict=True):
         grad, reduce_args, elemt_args = activation_args(grad_output, input, bias, residual, norm)
         found = ops.batch_norm_backward_reduce(grad_output, input, mean, invstd, weight, None, *reduce_args)
         reduced.append((grad, elemt_args, *found))
-    # Summed in the order of replicas, so that the bits do not depend on which device is ready first.
     device = rows[0][0].device
-    total = torch.stack([sums.to(device) for _, _, sums, _, _ in reduced]).sum(0)
+    total = torch.stack([sums.to(device) for _, _, sums, _, _ in reduced]).sum(0)  # always in the same order
     ops.clear_clamped(total, rows[0][5], norm.options)
     grads: list[Tensor | None] = []
-    for row, needs, (grad, elemt_args, _, *of_parameters) in zip(rows, _in_rows(needed, 4), reduced, strict=True):
+    for row, needs, (grad, elemt_args, _, *of_parameters) in zip(rows, _by_replica(needed, 4), reduced, strict=True):
         input, weight, _, _, mean, invstd, count = row
         grad_input = None
         if needs[0]:
-            arguments = mean, invstd, total.to(input.device), count
-            grad_input = ops.batch_norm_backward_elemt(grad, input, weight, *arguments, **elemt_args)
+            arguments = grad, input, weight, mean, invstd, total.to(input.device), count
+            grad_input = ops.batch_norm_backward_elemt(*arguments, **elemt_args)
             grad_input = elemt_args.get("grad_input", grad_input)
         own = grad_input, *of_parameters, grad
         grads += [value if need else None for value, need in zip(own, needs, strict=True)]
@@ -153,7 +125,7 @@ def _gradients(ctx: Any, grad_outputs: Sequence[Tensor]) -> Sequence[Tensor | No
 
 
 def _differentiable(rows: Sequence[Any], norm: Normalization) -> list[Tensor]:
-    """Returns the outputs of replicas in operations of torch, differentiable any number of times."""
+    """Returns the outputs of all replicas, in torch operations that have derivatives of any order."""
     device, dtype = rows[0][0].device, ops.accumulate_dtype(rows[0][0].dtype)
     values = torch.cat([input.transpose(0, 1).flatten(1).to(device, dtype) for input, *_ in rows], 1)
     var, mean = torch.var_mean(values, 1, correction=0)

@@ -1,4 +1,4 @@
-"""Models in replicas of one process: made, run, and compared with another."""
+"""Replicas of models in one process: building, running and comparing them."""
 
 import time
 
@@ -6,24 +6,18 @@ import pytest
 import torch
 from torch import nn
 
-from bagua_syncbn.data_parallel import (
-    DataParallelWithCallback,
-    SynchronizedBatchNorm1d,
-    SynchronizedBatchNorm2d,
-    SynchronizedBatchNorm3d,
-    replicas,
-)
-from tests.helpers.steps import step
+from bagua_syncbn.data_parallel import DataParallelWithCallback, SynchronizedBatchNorm1d, replicas
+from tests.helpers.steps import draw, step
 from tests.helpers.tolerances import assert_close
 
 GPU_PLACES = ("one GPU", "several GPUs")
 PLACES = ["cpu", *(pytest.param(place, marks=pytest.mark.gpu) for place in GPU_PLACES)]
-PAIRS = {
-    SynchronizedBatchNorm1d: nn.BatchNorm1d,
-    SynchronizedBatchNorm2d: nn.BatchNorm2d,
-    SynchronizedBatchNorm3d: nn.BatchNorm3d,
+DIMENSIONS = {
+    nn.BatchNorm1d: (nn.Conv1d, (2,)),
+    nn.BatchNorm2d: (nn.Conv2d, (2, 3)),
+    nn.BatchNorm3d: (nn.Conv3d, (2, 3, 2)),
 }
-# Seconds within which a test that must not hang ends: far below replicas.TIMEOUT, far above what it takes.
+# Seconds for a test that must not hang: far below replicas.TIMEOUT.
 PROMPTLY = 20
 
 
@@ -32,33 +26,34 @@ def parallel(model, place, count):
     if place == "several GPUs" and torch.cuda.device_count() < count:
         pytest.skip(f"needs {count} GPUs")
     device = "cpu" if place == "cpu" else "cuda:0"
-    return DataParallelWithCallback(
-        model.to(device), list(range(count)) if place == "several GPUs" else [device] * count
-    )
+    devices = list(range(count)) if place == "several GPUs" else [device] * count
+    return DataParallelWithCallback(model.to(device), devices)
+
+
+def dimensions_of(batch_norm):
+    """Returns the convolution class and the sizes of positions that go with ``batch_norm``."""
+    return next(found for cls, found in DIMENSIONS.items() if issubclass(batch_norm, cls))
 
 
 def build(batch_norm, **options):
     """Returns a model with normalization in nested containers, between layers that mix channels."""
-    cls = PAIRS.get(batch_norm, batch_norm)
-    width = {nn.BatchNorm1d: nn.Conv1d, nn.BatchNorm2d: nn.Conv2d, nn.BatchNorm3d: nn.Conv3d}[cls]
+    convolution, _ = dimensions_of(batch_norm)
     model = nn.Sequential(
         batch_norm(3, **options),
-        nn.Sequential(width(3, 5, 1), nn.Sequential(batch_norm(5, **options), nn.Tanh())),
-        width(5, 2, 1),
+        nn.Sequential(convolution(3, 5, 1), nn.Sequential(batch_norm(5, **options), nn.Tanh())),
+        convolution(5, 2, 1),
     ).double()
     with torch.no_grad():
-        for parameter in model.parameters():  # 1 and 0, as normalization layers begin, hide mistakes
+        for parameter in model.parameters():  # initial values of 1 and 0 hide mistakes
             parameter.copy_(torch.randn_like(parameter))
     return model
 
 
 def inputs_of(batch_norm, samples, step=0):
-    """Returns a batch whose channels have variances from far below to far above the eps of 1e-3 that goes with it."""
-    generator = torch.Generator().manual_seed(step)
-    dimensions = {nn.BatchNorm1d: 1, nn.BatchNorm2d: 2, nn.BatchNorm3d: 3}[PAIRS.get(batch_norm, batch_norm)]
-    batch = torch.randn(samples, 3, *(2, 3, 2)[:dimensions], generator=generator, dtype=torch.float64)
-    scale = torch.tensor([1e-3, 1e-1, 2.0], dtype=torch.float64).view(-1, *[1] * dimensions)
-    return batch * scale + torch.arange(3, dtype=torch.float64).view(scale.shape)
+    """Returns a batch with channel variances from far below to far above an eps of 1e-3."""
+    _, positions = dimensions_of(batch_norm)
+    scale = torch.tensor([1e-3, 1e-1, 2.0], dtype=torch.float64).view(-1, *[1] * len(positions))
+    return draw(samples, 3, *positions, seed=step) * scale + torch.arange(3, dtype=torch.float64).view(scale.shape)
 
 
 def run(model, batch, grad_output):
@@ -76,7 +71,7 @@ def check_equal(actual, expected, where=""):
 
 
 class Steps(nn.Module):
-    """Does in each replica what the test says, with two synchronized layers."""
+    """Runs a test's ``script`` in each replica, with two synchronized layers."""
 
     def __init__(self, script):
         super().__init__()

@@ -18,7 +18,6 @@ from torch.fx import symbolic_trace
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, ops, recompute_outputs, revert_sync_batchnorm
 from benchmarks.sections.stored import Storages
 from tests.helpers.checkpoints import CHECKPOINTS
-from tests.helpers.replicated import PAIRS, inputs_of, parallel
 from tests.helpers.steps import assert_same_bits, draw, step
 from tests.helpers.user_layers import BatchNormAct, BatchNormAct1d
 
@@ -290,20 +289,6 @@ def test_compiled_models_equal_eager_with_recomputed_outputs(how):
     model = make_model()
     compiled = COMPILED[how](model, partial(torch.compile, fullgraph=True, backend="aot_eager"))
     torch.testing.assert_close(step(model, BATCH, call=compiled), step(make_model(), BATCH))
-
-
-@pytest.mark.parametrize("is_wrapped_first", [True, False])
-def test_replicas_recompute_the_same_bits(single_threaded, monkeypatch, is_wrapped_first):
-    layer, elemt, normalized, results = next(iter(PAIRS)), ops.batch_norm_elemt, [], []
-    monkeypatch.setattr(ops, "batch_norm_elemt", lambda *arguments: (normalized.append(1), elemt(*arguments))[1])
-    for prepare in (lambda model: model, recompute_outputs):
-        torch.manual_seed(0)
-        fused = SyncBatchNorm(3, activation="silu")
-        model = nn.Sequential(layer(3), nn.SiLU(), nn.Conv1d(3, 3, 1), fused, nn.Conv1d(3, 3, 1)).double()
-        model = prepare(parallel(model, "cpu", 2)) if is_wrapped_first else parallel(prepare(model), "cpu", 2)
-        results.append(step(model, inputs_of(layer, 4)))
-    assert_same_bits(*results)
-    assert len(normalized) == 4 + 4 + 4  # two layers in two replicas: two forward passes, and one recomputation
 
 
 class Interrupted(nn.Module):
