@@ -95,9 +95,9 @@ def _after(cls: type[nn.Module]) -> Callable[..., Any]:
     return lambda layer, *args, **kwargs: super(cls, layer).forward(*args, **kwargs)
 
 
-# Classes on top of a layer's class, which is their last base: of parametrized, sharded and recomputing layers.
-# Parametrized tensors are properties of such a class. torch deletes them there, and restores the layer's class after
-# the last one.
+# Parametrized, sharded and recomputing layers have a class on top of the layer's class, which is the last base.
+# Parametrized tensors are properties of the class on top: torch deletes such a property with the parametrization, and
+# finally restores the layer's class.
 
 
 def _is_on_top(cls: type) -> bool:
