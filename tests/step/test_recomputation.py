@@ -211,7 +211,7 @@ def test_a_region_belongs_to_one_forward_pass(how):
 
 
 def test_an_inner_region_is_created_inside_the_outer_one():
-    layer, x, shared = SyncBatchNorm(3, momentum=None), torch.randn(6, 3), Repeatable()
+    layer, x = SyncBatchNorm(3, momentum=None), torch.randn(6, 3)
 
     def program(inner):
         with torch.no_grad(), inner:
@@ -227,11 +227,11 @@ def test_an_inner_region_is_created_inside_the_outer_one():
         with outer:
             assert torch.equal(program(Repeatable()), first)
     assert layer.num_batches_tracked == 2
-    outer = Repeatable()
-    with torch.no_grad(), outer:
-        program(shared)
+    outer, shared = Repeatable(), Repeatable()
+    with torch.no_grad(), outer, shared:
+        layer(x)
     with outer, pytest.raises(RuntimeError, match=ONE_PASS):
-        program(shared)
+        shared.__enter__()
 
 
 def regions_alive():
