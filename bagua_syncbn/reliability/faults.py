@@ -55,9 +55,7 @@ class FaultRecord:
             raise RuntimeError(differ_text(texts.get(first, "an earlier call")))
         one, other = describe(headers[:3], self._recent), describe(headers[3:], self._recent)
         if kind == 2:
-            raise RuntimeError(
-                f"sync_batch_norm: rank {first} sent a count of values outside 0 to 2**53, in the {other}"
-            )
+            raise RuntimeError(f"sync_batch_norm: rank {first} sent a count outside 0 to 2**53 in the {other}")
         raise RuntimeError(differ_text(one, [(0, one), (first, other)]))
 
 

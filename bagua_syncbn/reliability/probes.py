@@ -51,10 +51,10 @@ class Probe:
     def wait(self) -> list[str] | None:
         """Waits for peers. Returns None if all raised an error in the same call, else descriptions of all ranks."""
         headers = self._headers_in(self._answer.wait())
-        if self._texts is not None:
-            texts = decode(self._texts.wait())
-            return None if headers is None else texts
-        return None if headers is None else [describe(header, self._recent) for header in headers]
+        texts = None if self._texts is None else decode(self._texts.wait())
+        if headers is None:
+            return None
+        return [describe(header, self._recent) for header in headers] if texts is None else texts
 
     def _headers_in(self, answer: Tensor) -> list[list[float]] | None:
         """Returns None if all ranks sent this header, else all ranks' headers, or an empty list if summed."""
@@ -80,13 +80,14 @@ def report_error(process_group: Any, layer: Any, error: Exception) -> None:
         kind, name = (layer, layer) if isinstance(layer, str) else (kind_of(module), name_of(module))
         if isinstance(communicator, TorchCommunicator):
             history = history_in(communicator)
-            if history.device is not None and history.failure is None and word_of(kind) not in history.compiled:
-                _notify(communicator, history, history.device, name, error)
+            if history.failure is None and word_of(kind) not in history.compiled:
+                _notify(communicator, history, name, error)
 
 
-def _notify(
-    communicator: TorchCommunicator, history: CallHistory, device: torch.device, name: str, error: Exception
-) -> None:
+def _notify(communicator: TorchCommunicator, history: CallHistory, name: str, error: Exception) -> None:
+    device = history.device
+    if device is None:
+        return
     record, at_once = history.record_of(device.type), device.type in faults.CHECKED_AT_ONCE
     if record is not None and record.kind.value and not at_once:  # peers may have stopped sending
         return

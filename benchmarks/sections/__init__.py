@@ -1,4 +1,4 @@
-"""The sections, a file each: what is measured on which inputs, and the tables of what was measured."""
+"""The sections, one per file: inputs, measurements and tables."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Section anew: what a step takes where outputs are made anew, beside one where they are stored."""
+"""Section anew: a step with recomputed outputs, compared with stored outputs."""
 
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ def measure(name: str, job: dict[str, Any]) -> Case:
 
 
 def anew_table(results: Results) -> str:
-    """The time of a step where outputs are made anew, over that where they are stored: ratios in a round."""
+    """Step time with recomputed outputs over step time with stored outputs: ratios within a round."""
 
     def row(case: Case) -> list[str]:
         if "skipped" in case:

@@ -1,4 +1,4 @@
-"""Section compiled: a residual block on ranks, eager and compiled, beside the same without synchronization."""
+"""Section compiled: a residual block on ranks, eager and compiled, synchronized and unsynchronized."""
 
 from typing import Any
 
@@ -42,7 +42,7 @@ def measure(shape: Shape, job: dict[str, Any], makers: dict[str, Maker], device:
 
 
 def compiled_table(results: Results) -> str:
-    """A residual block: the least time of a step of ours, over those of the unsynchronized block and the messages."""
+    """A residual block: our minimum step time over the minima of the unsynchronized block plus the messages."""
 
     def row(case: Case) -> list[str]:
         least = {name: min(samples) for name, samples in case["microseconds"].items()}

@@ -1,4 +1,4 @@
-"""Section exchange: one message between the ranks of a host, through shared memory and by the group's collectives."""
+"""Section exchange: a message between ranks on a host, through shared memory and through collectives."""
 
 from statistics import median
 from typing import Any
@@ -14,7 +14,7 @@ from ..peers import Maker
 from ..recorded import Case, Results, marked, of_section, table
 from ..timing import Workload, time_workload
 
-# Bytes of each rank: of a few channels, of some 500, and as large as shared memory carries.
+# Bytes per rank: a few channels, about 500 channels, and the limit of shared memory.
 SIZES = (256, 4096, 65536)
 
 
@@ -38,7 +38,7 @@ def measure(size: int, job: dict[str, Any], makers: dict[str, Maker], device: to
 
 
 def exchange_table(results: Results) -> str:
-    """One message of each rank: median microseconds, and the least."""
+    """A message per rank: median (minimum) microseconds."""
 
     def cell(case: Case, name: str) -> str:
         times = case["microseconds"].get(name)

@@ -1,7 +1,7 @@
-"""Section gpu: on one CUDA device, each op beside a copy and ATen's kernels, and a layer beside torch's SyncBatchNorm.
+"""Section gpu: on a CUDA device, ops compared with a copy and ATen's kernels, a layer with torch's SyncBatchNorm.
 
-Times of ops are those of the device, times of layers those of the host and the device. A workload has so many inputs
-that the cache of the device holds none until its turn comes again. On CPU, as a test of this file, only ours run.
+Ops are timed on the device, layers on host and device. Workloads have enough inputs to evict each from the device's
+cache before its next turn. On CPU, to test this file, only our ops run.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from ..recorded import Case, Results, of_section, shape_of, table
 from ..timing import Function, Workload, host_seconds, time_workload
 from .ops import MOVED, copy_ratios
 
-# Two layers of a detector, four of ResNet-50, a U-Net's in 3-D, points, and an input of 1 GB in half precision.
+# A detector (2), ResNet-50 (4), a 3-D U-Net, points, and an input of 1 GB in half precision.
 SHAPES: tuple[Shape, ...] = (
     (8, 32, 320, 320),
     (8, 256, 40, 40),
@@ -46,7 +46,7 @@ def cases(job: dict[str, Any]) -> list[tuple[Shape, str, torch.dtype]]:
 
 
 def make_inputs(shape: Shape, layout: str, dtype: torch.dtype, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Returns pairs of x and dy, four times as large together as the cache of the device."""
+    """Returns pairs of x and dy, in total four times as large as the device's cache."""
     cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
     pair = [make_batch(shape, layout).to(device, dtype) for _ in range(2)]
     count = math.ceil(max(1, min(256, 4 * cache / (pair[0].numel() * dtype.itemsize))))
@@ -66,7 +66,7 @@ def device_seconds(function: Function, calls: int) -> float:
 
 
 def make_ops(inputs: list[tuple[Tensor, Tensor]], with_atens: bool) -> Workload:
-    """Our five ops, a copy of the input, and ATen's five kernels with the arguments of torch.nn.SyncBatchNorm."""
+    """Returns our five ops, a copy of the input, and ATen's five kernels called like in torch.nn.SyncBatchNorm."""
     x, dy = inputs[0]
     weight, bias = torch.randn(2, x.size(1), device=x.device).unbind()
     running, batches = (torch.zeros_like(bias), torch.ones_like(bias)), torch.tensor(0, device=x.device)
@@ -96,7 +96,7 @@ def make_ops(inputs: list[tuple[Tensor, Tensor]], with_atens: bool) -> Workload:
 
 
 def make_layers(inputs: list[tuple[Tensor, Tensor]], with_torchs: bool) -> Workload:
-    """A step of our layer and of the function of torch.nn.SyncBatchNorm over one rank, both on the path of several."""
+    """Returns steps of our layer and torch.nn.SyncBatchNorm's function on one rank, both with collectives."""
     device, channels = inputs[0][0].device, inputs[0][0].size(1)
     if not dist.is_initialized():
         store = f"file://{tempfile.mkdtemp()}/store"
@@ -134,7 +134,7 @@ def _together(case: Case, side: str) -> float:
 
 
 def gpu_table(results: Results) -> str:
-    """Each op over copying as many bytes as it must move; our ops over ATen's; a step over torch's."""
+    """Ops over copying the bytes that they must move, our ops over ATen's, our step over torch's."""
 
     def row(case: Case) -> list[str]:
         shown = [median(copy_ratios(case, op)) for op in MOVED]

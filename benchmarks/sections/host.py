@@ -1,4 +1,4 @@
-"""Section host: what a step costs the host beside its ops, as a layer and as a bare autograd function of them."""
+"""Section host: host time of a step, as a layer and as a bare autograd function with the same ops."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ from ..one_rank import Twin
 from ..recorded import Case, Results, of_section, ratios, shape_of, spread, table
 from ..timing import Workload, time_workload
 
-# So small that the host is what is timed.
+# Small inputs, so that host time dominates.
 SHAPES: tuple[Shape, ...] = ((8, 16, 4), (64, 256), (4, 32, 16, 16))
 
 
@@ -24,7 +24,7 @@ def cases(job: dict[str, Any]) -> list[tuple[Shape]]:
 
 
 class BareStep(torch.autograd.Function):
-    """The five ops and the two messages in as little Python as can be: no layer, no check, nothing but this case."""
+    """The five ops and the two messages in minimal Python: no layer, no checks, only this case."""
 
     @staticmethod
     def forward(
@@ -53,7 +53,7 @@ class BareStep(torch.autograd.Function):
 
 
 def make(shape: Shape) -> Workload:
-    """The layer and the bare function on the same input and communicator, as functions to be timed in turn."""
+    """Returns the layer and the bare function on the same input and communicator."""
     x, dy, peer = torch.randn(shape, requires_grad=True), torch.randn(shape), Twin()
     layer = bagua_syncbn.SyncBatchNorm(shape[1], process_group=peer)
     parameters = list(layer.parameters())
@@ -72,8 +72,8 @@ def measure(shape: Shape, job: dict[str, Any]) -> Case:
 
 
 def host_table(results: Results) -> str:
-    """A step of so small an input that the host is what is timed: of the layer, and of a bare autograd function with
-    the same five ops. Least times, and the ratio within a round: median (minimum; quartiles).
+    """A step with small input, dominated by the host: the layer, and a bare autograd function with the same five ops.
+    Minimum times, and ratios within a round: median (minimum; quartiles).
     """
 
     def row(case: Case) -> list[str]:

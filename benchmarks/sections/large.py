@@ -1,6 +1,6 @@
-"""Section large: what a layer costs as its group grows, by the rule by which statistics of ranks become those of all.
+"""Section large: the cost of a layer over group sizes, for several rules that merge statistics of ranks.
 
-The time of the host is measured, with other ranks that answer at once. The time on the wire is arithmetic.
+Host time is measured with instant peers. Wire time is computed.
 """
 
 import math
@@ -32,7 +32,7 @@ RULES = {
 
 
 class Alike:
-    """A communicator of ranks that all send the same, and answer at once; notes kind and bytes of each message."""
+    """A communicator whose peers instantly send the same messages; records kind and bytes of each message."""
 
     rank = 0
 
@@ -45,7 +45,7 @@ class Alike:
         self.sent.append(("gather", packed.nbytes))
         if self._rows.shape != (self.size, packed.numel()) or self._rows.dtype != packed.dtype:
             self._rows = packed.repeat(self.size, 1)
-        # Statistics are those of the first call. A backend writes the rows beside the host; here only headers change.
+        # Keeps the statistics of the first call, because a backend would write the rows; only headers change.
         self._rows[:, -3:] = packed[-3:]
         return self._rows
 
@@ -54,12 +54,12 @@ class Alike:
         return packed.mul_(self.size)
 
 
-# What a rule makes of the answer to its last message: mean, variance and count of all ranks.
+# Mean, variance and count of all ranks, merged by a rule from the last message.
 Merged = tuple[Tensor, Tensor, Tensor]
 
 
 def _merge_rows(rows: Tensor) -> Merged:
-    rows = rows[rows[:, -1] >= 1]  # of ranks that have values
+    rows = rows[rows[:, -1] >= 1]  # ranks with values
     means, invstds, counts = rows.split([CHANNELS, CHANNELS, 1], 1)
     count = counts.sum()
     mean = (counts * means).sum(0) / count
@@ -84,7 +84,7 @@ def _torchs(x: Tensor, alike: Alike) -> Callable[[], Merged]:
 
 
 def _fairscales(x: Tensor, alike: Alike) -> Callable[[], Merged]:
-    """Adds up the count, then means and means of squares, which it weighs by it."""
+    """Sums counts, then means and means of squares weighted by counts."""
     count = x.new_full((1,), len(x))
     every = alike.all_reduce(count.clone())
     total = alike.all_reduce(torch.cat([x.mean(0), x.square().mean(0)]) * (count / every))
@@ -92,7 +92,7 @@ def _fairscales(x: Tensor, alike: Alike) -> Callable[[], Merged]:
 
 
 def _naive(x: Tensor, alike: Alike) -> Callable[[], Merged]:
-    """Adds up sums, sums of squares and the count."""
+    """Sums values, squares and counts."""
     total = alike.all_reduce(torch.cat([x.sum(0), x.square().sum(0), x.new_full((1,), len(x))]))
     return lambda: _merge_sums(total)
 
@@ -101,14 +101,14 @@ _RULES = {"torch": _torchs, "fairscale": _fairscales, "naive": _naive}
 
 
 def _move(running: tuple[Tensor, Tensor], mean: Tensor, var: Tensor, count: Tensor) -> Merged:
-    """Moves the running statistics; returns mean, inverse deviation and count."""
+    """Updates the running statistics. Returns mean, inverse deviation and count."""
     running[0].lerp_(mean, 0.1)
     running[1].lerp_(var * (count / (count - 1)), 0.1)
     return mean, (var + _EPS).rsqrt(), count
 
 
 class RuleStep(torch.autograd.Function):
-    """A bare step by another rule: statistics, their messages and merge in operations of torch, the rest as ours."""
+    """A bare step with a different rule: statistics, messages and merge in torch operations, otherwise our ops."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, running: Any, rule: Any, alike: Alike) -> Tensor:
@@ -127,7 +127,7 @@ class RuleStep(torch.autograd.Function):
 
 
 def make(ranks: int) -> tuple[Workload, Workload, dict[str, list[tuple[str, int]]]]:
-    """Returns by rule a step, its merge alone, and its messages."""
+    """Returns steps, merges and messages, by rule."""
     x, dy = torch.randn(SAMPLES, CHANNELS, requires_grad=True), torch.randn(SAMPLES, CHANNELS)
     alike = {name: Alike(ranks) for name in RULES}
     layer = bagua_syncbn.SyncBatchNorm(CHANNELS, process_group=alike["ours"])
@@ -145,7 +145,7 @@ def make(ranks: int) -> tuple[Workload, Workload, dict[str, list[tuple[str, int]
 
     steps, sent = {"ours": step(layer)} | {name: by_rule(name) for name in _RULES}, {}
     for name, function in steps.items():
-        for _ in range(3):  # from the third step on ours knows what comes next
+        for _ in range(3):  # ours predicts messages from the third step on
             alike[name].sent.clear()
             function()
         sent[name] = list(alike[name].sent)
@@ -170,18 +170,18 @@ def measure(ranks: int, job: dict[str, Any]) -> Case:
 
 
 def received(messages: list[tuple[str, int]], ranks: int) -> float:
-    """Returns the bytes that a rank receives, and sends as many, where messages go round a ring."""
+    """Returns the bytes that a rank sends and receives in a ring."""
     return sum(size * (ranks - 1) * (1 if kind == "gather" else 2 / ranks) for kind, size in messages)
 
 
 def on_wire(messages: list[tuple[str, int]], gpus: int) -> float:
-    """Returns the microseconds of the messages of a layer between ``gpus``, 8 on each host, one after the other.
+    """Returns the microseconds of a layer's messages between ``gpus``, 8 per host, sent in sequence.
 
-    By the latencies by which NCCL 2.20.3 chooses between its algorithms (``src/graph/tuning.cc``; protocol LL, NVLink,
-    network): gathers go round a ring, sums through a tree. Bytes go at 25 GB/s, half of 400 Gb/s.
+    Uses the latencies by which NCCL 2.20.3 selects algorithms (``src/graph/tuning.cc``; protocol LL, NVLink, network),
+    with rings for gathers and trees for sums, and a bandwidth of 25 GB/s, half of 400 Gb/s.
     """
     hosts, per_us = math.ceil(gpus / 8), 25e3
-    passed = gpus - hosts, hosts - 1  # steps round the ring: in hosts, between them
+    passed = gpus - hosts, hosts - 1  # ring steps: within hosts, between hosts
     gather = 6.6 + passed[0] * (0.6 if hosts == 1 else 1.0) + passed[1] * 2.7
     add_up = 6.8 + 2 * ((min(gpus, 8) - 1) * 0.6 + math.log2(hosts) * 5.0)
     return sum(
@@ -191,16 +191,15 @@ def on_wire(messages: list[tuple[str, int]], gpus: int) -> float:
 
 
 def messages_of(results: Results, rule: str, ranks: int) -> list[tuple[str, int]]:
-    """Returns the messages of a layer over so many ranks, as they are from the largest measured group below on."""
+    """Returns the messages of a layer over ``ranks``, from the largest measured group up to this size."""
     case = max((c for c in of_section(results, "large") if c["group"] <= ranks), key=lambda c: c["group"])
     messages: list[tuple[str, int]] = case["messages"][rule]
     return messages
 
 
 def large_table(results: Results) -> str:
-    """A step of a layer of 256 channels as its group grows, forward and backward: median microseconds of the host, with
-    ranks that answer at once, and of ``ops.merge_stats`` or the rule's merge alone; KiB that a rank receives, and
-    sends, round a ring.
+    """A layer's step over group sizes (256 channels, forward and backward): median host microseconds with instant peers,
+    microseconds of the merge only, and KiB that a rank sends and receives in a ring.
     """
 
     def row(case: Case) -> list[str]:
@@ -215,7 +214,7 @@ def large_table(results: Results) -> str:
 
 
 def wire_table(results: Results) -> str:
-    """Microseconds of the messages of a layer of 256 channels between GPUs, forward and backward: arithmetic."""
+    """Computed microseconds of a layer's messages between GPUs (256 channels, forward and backward)."""
 
     def row(gpus: int) -> list[str]:
         return [f"{gpus:,}", *(f"{on_wire(messages_of(results, name, gpus), gpus):,.0f}" for name in RULES)]

@@ -1,4 +1,4 @@
-"""Section layers: whole layers on ranks, peer beside peer in the same processes, on the same batch, in turn."""
+"""Section layers: layers on ranks; all peers run in turn in the same processes on the same batch."""
 
 import itertools
 import math
@@ -29,7 +29,7 @@ from ..recorded import (
 from ..timing import time_workload
 from .training import step_times
 
-# For each rank: ResNet-50 at several batches, a U-Net's first layer, 3-D, and shapes of published figures.
+# Per rank: ResNet-50 with several batch sizes, a U-Net's first layer, 3-D, and shapes of published results.
 SHAPES: tuple[Shape, ...] = (
     (4, 32, 16, 16),
     (64, 256),
@@ -46,13 +46,13 @@ SHAPES: tuple[Shape, ...] = (
     (64, 8, 224, 224),
 )
 
-# Inputs of so many values are measured on at most two ranks and in one way only, but for one of them.
+# Inputs from this size on are measured on at most two ranks and in one way, except for one of them.
 _HUGE = 25_000_000
 _MEASURED_IN_FULL = (32, 256, 56, 56)
 
 
 def cases(job: dict[str, Any], world_size: int) -> list[tuple[Shape, str, int]]:
-    """Interleaved input on two ranks, and several threads on one and two, which leave cores idle."""
+    """Returns interleaved input on two ranks, and several threads on one and two ranks, which leave cores idle."""
     chosen = []
     for shape in map(tuple, job["shapes"] or SHAPES):
         huge = math.prod(shape) >= _HUGE and shape != _MEASURED_IN_FULL
@@ -66,7 +66,7 @@ def cases(job: dict[str, Any], world_size: int) -> list[tuple[Shape, str, int]]:
 
 
 def step_of(layer: nn.Module, x: Tensor, grad_output: Tensor) -> Callable[[], object]:
-    # Not y.backward(), which would also time that the gradients are added to those of the leaves.
+    # y.backward() would also time the accumulation of gradients.
     return lambda: torch.autograd.grad(layer(x), (x, *layer.parameters()), grad_output)
 
 
@@ -84,7 +84,7 @@ _SYNCHRONIZED = "ours", "naive", "fairscale", "torch_sync"
 
 
 def synchronized(results: Results) -> tuple[list[str], list[Case]]:
-    """Returns the synchronized peers that any case has, and the cases of one thread."""
+    """Returns the synchronized peers in any case, and the single-threaded cases."""
     measured = of_section(results, "layers")
     names = {name for case in measured for name in case["microseconds"]}
     return [name for name in _SYNCHRONIZED if name in names], [case for case in measured if case["threads"] == 1]
@@ -95,7 +95,7 @@ def _over(cases: list[Case], name: str) -> str:
 
 
 def headline_table(results: Results) -> str:
-    """Over all inputs that were measured with so many ranks of one thread: geometric mean (smallest to largest)."""
+    """Single-threaded ranks, all inputs: geometric mean (minimum to maximum)."""
     peers, shown = synchronized(results)
 
     def row(ranks: int) -> list[str]:
@@ -107,7 +107,7 @@ def headline_table(results: Results) -> str:
 
 
 def summary_table(results: Results) -> str:
-    """Steps over two ranks, in steps of the layer that does not synchronize; of layers geometric means."""
+    """Steps over two ranks, relative to the unsynchronized layer; geometric means of layers."""
     peers, shown = synchronized(results)
     cases = [case for case in shown if case["ranks"] == 2]
     kinds = {
@@ -124,7 +124,7 @@ def summary_table(results: Results) -> str:
 
 
 def layers_table(results: Results) -> str:
-    """Each peer's step over that of the layer that does not synchronize: median (minimum; quartiles)."""
+    """Each peer's step over the unsynchronized layer's step: median (minimum; quartiles)."""
     peers, _ = synchronized(results)
 
     def row(case: Case) -> list[str]:

@@ -1,4 +1,4 @@
-"""Section local: a step of one process, forward and backward through autograd, beside that of ``F.batch_norm``."""
+"""Section local: a step in one process, forward and backward through autograd, compared with ``F.batch_norm``."""
 
 from collections.abc import Callable
 from statistics import median
@@ -29,14 +29,14 @@ from .ops import cases  # noqa: F401 - the same inputs
 
 
 def make(shape: Shape, layout: str) -> tuple[Workload, str]:
-    """Returns the workload, and what has computed ours."""
+    """Returns the workload, and the implementation that computes our step."""
     x, dy = make_batch(shape, layout).requires_grad_(), make_batch(shape, layout)
     weight, bias = torch.ones(shape[1], requires_grad=True), torch.zeros(shape[1], requires_grad=True)
     running_mean, running_var = torch.zeros(shape[1]), torch.ones(shape[1])
 
     def step(batch_norm: Callable[..., Tensor]) -> str:
         y = batch_norm(x, running_mean, running_var, weight, bias, True, 0.1, 1e-5)
-        # Not y.backward(), which would also time that the gradients are added to those of the leaves.
+        # y.backward() would also time the accumulation of gradients.
         torch.autograd.grad(y, (x, weight, bias), dy)
         return type(y.grad_fn).__name__
 
@@ -53,7 +53,7 @@ def measure(shape: Shape, layout: str, threads: int, job: dict[str, Any]) -> Cas
 
 
 def local_table(results: Results) -> str:
-    """A step of one process over that of F.batch_norm: median (minimum; quartiles)."""
+    """Our step in one process over F.batch_norm's step: median (minimum; quartiles)."""
 
     def row(case: Case) -> list[str]:
         times = [milliseconds(case, name) for name in ("ours", "torch")]
@@ -64,7 +64,7 @@ def local_table(results: Results) -> str:
 
 
 def process_table(results: Results) -> str:
-    """One process in a few lines: geometric mean over the inputs (smallest to largest)."""
+    """Summary of one process: geometric mean over inputs (minimum to maximum)."""
     measured = of_section(results, "local")
     large = [case for case in measured if elements(case) >= 1e6]
     kinds = {

@@ -1,4 +1,4 @@
-"""Networks whose memory is measured: chains of a few layers, and topologies that are known."""
+"""Networks for memory measurements: chains of a few layers, and known topologies."""
 
 import copy
 from collections.abc import Callable
@@ -31,7 +31,7 @@ class InvertedResidual(nn.Module):
 
 
 class CrossStage(nn.Module):
-    """The block of CSP detectors: half of the channels pass residual blocks."""
+    """The block of CSP detectors: half of the channels go through residual blocks."""
 
     def __init__(self, channels: int, blocks: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def _chain(activation: Callable[[], nn.Module]) -> nn.Module:
     return nn.Sequential(*(copy.deepcopy(layer) for _ in range(4) for layer in layers), *_head(CHANNELS, 10))
 
 
-# Factor of the channels, channels out, blocks, size of the kernel, and stride of the first.
+# Expansion, output channels, blocks, kernel size, stride of the first block.
 _EFFICIENTNET_B0 = [
     *[(1, 16, 1, 3, 1), (6, 24, 2, 3, 2), (6, 40, 2, 5, 2), (6, 80, 3, 3, 2)],
     *[(6, 112, 3, 5, 1), (6, 192, 4, 5, 2), (6, 320, 1, 3, 1)],
@@ -97,10 +97,10 @@ class Network(NamedTuple):
     make: Callable[[], nn.Module]
     sample: tuple[int, ...] = (3, 224, 224)
     batch: int = 4
-    needs: str | None = None  # a package
+    needs: str | None = None  # required package
 
     def shape(self, most: int | None = None) -> tuple[int, ...]:
-        """Returns the shape of a batch, of images of at most ``most`` pixels a side."""
+        """Returns the shape of a batch of images with at most ``most`` pixels per side."""
         channels, *sides = self.sample
         return self.batch, channels, *(min(most or side, side) for side in sides)
 
@@ -117,5 +117,5 @@ NETWORKS = {
     "MONAI's BasicUNet": Network(partial(_monai, "BasicUNet", **_BASIC_UNET), (1, 48, 48, 48), 1, "monai"),
     "MONAI's SegResNet": Network(partial(_monai, "SegResNet", **_SEGRESNET), (4, 48, 48, 48), 1, "monai"),
 }
-# In a quick run: what a test can afford.
+# Fast enough for tests.
 QUICK = ("convolution, norm, ReLU", "convolution, norm, SiLU")

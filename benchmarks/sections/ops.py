@@ -1,4 +1,4 @@
-"""Section ops: each op that touches every value on its own, beside copying as many bytes as it must move."""
+"""Section ops: each op that reads the whole input, compared with copying the bytes that it must move."""
 
 import itertools
 from statistics import median
@@ -22,7 +22,7 @@ SHAPES: tuple[Shape, ...] = (
     (2, 32, 48, 48, 48),
     (32, 256, 56, 56),
 )
-# Sizes of the input that each op must read or write; a copy does two.
+# Input sizes that each op must read or write; 2 for a copy.
 MOVED = {"stats": 1, "elemt": 2, "backward_reduce": 2, "backward_elemt": 3}
 COPY_MOVES = 2
 _ELEMENT_SIZE = 4  # all inputs are float32
@@ -56,12 +56,12 @@ def measure(shape: Shape, layout: str, threads: int, job: dict[str, Any]) -> Cas
 
 
 def copy_ratios(case: Case, op: str) -> list[float]:
-    """Returns time of an op over time to copy as many bytes as it must move."""
+    """Returns an op's time over the time to copy the bytes that it must move."""
     return ratios(case, op, "copy", COPY_MOVES / MOVED[op])
 
 
 def ops_table(results: Results) -> str:
-    """Each op over copying as many bytes as it must move: median (minimum; quartiles)."""
+    """Each op over copying the bytes that it must move: median (minimum; quartiles)."""
 
     def row(case: Case) -> list[str]:
         rate = COPY_MOVES * _ELEMENT_SIZE * elements(case) / median(case["microseconds"]["copy"]) / 1e3

@@ -1,6 +1,6 @@
-"""Section stored: what a forward pass leaves in memory for the backward pass, and the peak of a step.
+"""Section stored: memory that a forward pass stores for backward, and the peak memory of a step.
 
-The peak is that of a process which runs nothing else, one for each network and variant:
+Peaks come from separate processes for each network and variant:
 
     python -m benchmarks.sections.stored NETWORK VARIANT
 """
@@ -49,7 +49,7 @@ VARIANTS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 class Storages(TorchDispatchMode):
-    """Notes what is allocated, and can say how much of it there still is."""
+    """Tracks allocated storages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,14 +64,14 @@ class Storages(TorchDispatchMode):
         return results
 
     def sizes_alive(self, known: Iterable[Tensor] = ()) -> list[int]:
-        """Returns the bytes of each storage in memory, but for those of tensors that were there before."""
+        """Returns the bytes of each living storage, except those of earlier tensors."""
         before = {tensor.untyped_storage()._cdata for tensor in known}
         noted = self._noted.items()
         return [size for key, (storage, size) in noted if key not in before and not storage.expired()]
 
 
 def stored_bytes(model: nn.Module, batch: Tensor) -> int:
-    """Returns the bytes that a forward pass leaves, as long as its loss is there."""
+    """Returns the bytes that a forward pass stores while its loss is alive."""
     with Storages() as storages:
         loss = model(batch).square().mean()
         alive = sum(storages.sizes_alive([batch, *model.parameters(), *model.buffers()]))
@@ -84,29 +84,29 @@ def step(model: nn.Module, batch: Tensor) -> None:
 
 
 def _resident(name: str) -> int:
-    """Returns VmRSS, what is resident now, or VmHWM, the most that was, in bytes."""
+    """Returns VmRSS (resident memory) or VmHWM (its peak) in bytes."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     return 1024 * int(next(line for line in status.splitlines() if line.startswith(name)).split()[1])
 
 
 def _print_peak(network: str, variant: str) -> None:
-    """Prints the resident memory that a second step adds: the first has made gradients, and caches of libraries."""
+    """Prints the resident memory that a second step adds; the first step allocates gradients and library caches."""
     torch.set_num_threads(1)
     batch, model = torch.randn(NETWORKS[network].shape()), VARIANTS[variant](NETWORKS[network].make())
     step(model, batch)
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is counted from here on
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak
     before = _resident("VmHWM")
     step(model, batch)
     print(_resident("VmHWM") - before)
 
 
 def peak_bytes(network: str, variant: str) -> int | None:
-    """Returns what a step takes at its peak; None where the system does not say."""
+    """Returns the peak memory of a step; None if the system does not report it."""
     if not Path("/proc/self/clear_refs").exists():
         return None
     command = [sys.executable, "-m", "benchmarks.sections.stored", network, variant]
     environment = {name: value for name, value in os.environ.items() if name not in machine.KEEP_MEMORY}
-    environment["MALLOC_MMAP_THRESHOLD_"] = "65536"  # larger blocks go back to the system when they are freed
+    environment["MALLOC_MMAP_THRESHOLD_"] = "65536"  # returns larger blocks to the system
     return int(subprocess.run(command, env=environment, cwd=ROOT, stdout=-1, text=True, check=True).stdout)
 
 
@@ -115,7 +115,7 @@ def cases(job: dict[str, Any]) -> list[tuple[str]]:
 
 
 def prepare(name: str, quick: bool) -> tuple[Case, Tensor, dict[str, nn.Module]]:
-    """Returns what names the case, a batch, and the network in each variant; none where it needs what is missing."""
+    """Returns the case, a batch, and the network in each variant; no networks if a package is missing."""
     network = NETWORKS[name]
     if network.needs is not None and find_spec(network.needs) is None:
         missing = f"needs {network.needs}: pip install -e '.[bench]'"
@@ -135,9 +135,8 @@ def measure(name: str, job: dict[str, Any]) -> Case:
 
 
 def stored_table(results: Results) -> str:
-    """Memory that a forward pass stores for the backward pass, and the peak of a step: MiB with torch's
-    layers, and shares of it with activations in place, with those that the layers compute, and with outputs that are
-    made anew.
+    """Memory that a forward pass stores for backward, and the peak of a step: MiB with torch's layers, and shares of it
+    with in-place activations, with fused activations, and with recomputed outputs.
     """
 
     def shares(measured: dict[str, int | None]) -> list[str]:

@@ -1,7 +1,7 @@
-"""Section training: a small residual network on scikit-learn's digits, data parallel, the same with each peer's layers.
+"""Section training: a small residual network on scikit-learn's digits, data parallel, with each peer's layers.
 
-The batch of all ranks together is the same however many ranks there are, and so are the samples in it, the initial
-parameters and the optimizer. The peers train in turn, some steps at a time, each with a clock of its own.
+The global batch, its samples, the initial parameters and the optimizer are the same for any number of ranks. Peers take
+turns of a few steps and are timed separately.
 """
 
 import time
@@ -20,13 +20,13 @@ from ..peers import Maker
 from ..recorded import Case, Results, marked, of_section, quartiles, table
 from ..timing import digits, start_together
 
-BATCH_SIZE = 64  # all ranks together
-BOUT = 10  # steps of one peer before the next has its turn
+BATCH_SIZE = 64  # of all ranks
+BOUT = 10  # consecutive steps of a peer
 BOUTS = 15
 
 
 class Block(nn.Module):
-    """Two convolutions and a shortcut, as in a ResNet."""
+    """Two convolutions and a shortcut, like in a ResNet."""
 
     def __init__(self, make: Maker, channels_in: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -58,22 +58,22 @@ def make_network(make: Maker) -> nn.Module:
 
 
 class Trainer:
-    """One network, its optimizer and its clock."""
+    """A network, its optimizer and step times."""
 
     def __init__(self, make: Maker, seed: int, device: torch.device) -> None:
         torch.manual_seed(seed)
         self._model: nn.Module = make_network(make).to(device)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.05, momentum=0.9)
         if dist.get_world_size() > 1:
-            # Buffers are not broadcast: with synchronization they are equal, and without it would be charged for them.
+            # No buffer broadcast: synchronized buffers are equal, and the unsynchronized layer would pay for it.
             with warnings.catch_warnings():
-                # torch 2.13 has a new name for it, with which they would be broadcast once.
+                # torch 2.13 renamed the option; the new one would broadcast once.
                 warnings.simplefilter("ignore", FutureWarning)
                 self._model = nn.parallel.DistributedDataParallel(self._model, broadcast_buffers=False)
         self.seconds: list[float] = []
 
     def train(self, batches: list[tuple[Tensor, Tensor]]) -> None:
-        """Trains one step on each of this rank's batches, and appends the mean times over the ranks."""
+        """Trains a step on each of this rank's batches, and appends the mean times over ranks."""
         seconds = []
         start_together()
         for images, labels in batches:
@@ -91,8 +91,8 @@ class Trainer:
 
 
 def load_batches(seed: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields this rank's share of one global batch after another, without end."""
-    from sklearn.datasets import load_digits  # the only section that needs it
+    """Yields this rank's shares of global batches, endlessly."""
+    from sklearn.datasets import load_digits  # only this section needs it
 
     data = load_digits()
     images = torch.from_numpy(data.images[:, None] / 16).float().to(device)
@@ -106,7 +106,7 @@ def load_batches(seed: int, device: torch.device) -> Iterator[tuple[Tensor, Tens
 
 
 def cases(job: dict[str, Any], world_size: int) -> list[tuple[int]]:
-    """The seeds to train with: one where ranks share cores, since there a step takes long."""
+    """Returns the training seeds: only one if ranks share cores, because steps take longer."""
     if job["quick"]:
         return [(0,)] if world_size <= 2 else []
     return [(0,), (1,), (2,)] if world_size <= count_cores() else [(0,)]
@@ -116,7 +116,7 @@ def measure(seed: int, job: dict[str, Any], makers: dict[str, Maker], device: to
     torch.set_num_threads(1)
     trainers = {name: Trainer(make, seed, device) for name, make in makers.items()}
     batches = {name: load_batches(seed, device) for name in makers}
-    # Warms up what all have in common; a step's first time is otherwise that of whoever comes first.
+    # Warms up shared state, so that the first peer does not pay for it.
     Trainer(makers["local"], seed, device).train([next(load_batches(seed, device)) for _ in range(3)])
     for turn in range(BOUTS):
         for name in list(trainers)[:: (-1) ** turn]:
@@ -128,7 +128,7 @@ def measure(seed: int, job: dict[str, Any], makers: dict[str, Maker], device: to
 
 
 def step_times(results: Results) -> dict[int, dict[str, list[float]]]:
-    """Returns the milliseconds of all steps of all seeds, by number of ranks and peer."""
+    """Returns the milliseconds of all steps with all seeds, by number of ranks and peer."""
     times: dict[int, dict[str, list[float]]] = {}
     for case in of_section(results, "training"):
         for name, values in case["milliseconds"].items():
@@ -137,7 +137,7 @@ def step_times(results: Results) -> dict[int, dict[str, list[float]]]:
 
 
 def training_table(results: Results) -> str:
-    """Training on digits: a step over that of the layer that does not synchronize, with quartiles."""
+    """Training on digits: a step over the step with unsynchronized layers, with quartiles."""
     times = step_times(results)
     names = [name for name in dict.fromkeys(name for own in times.values() for name in own) if name != "local"]
 
