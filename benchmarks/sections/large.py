@@ -198,8 +198,8 @@ def messages_of(results: Results, rule: str, ranks: int) -> list[tuple[str, int]
 
 
 def large_table(results: Results) -> str:
-    """A layer's step over group sizes (256 channels, forward and backward): median host microseconds with instant peers,
-    microseconds of the merge only, and KiB that a rank sends and receives in a ring.
+    """A layer's step over group sizes (256 channels, forward and backward): median host microseconds with instant
+    peers, microseconds of the merge only, and KiB that a rank sends and receives in a ring.
     """
 
     def row(case: Case) -> list[str]:

@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import bagua_syncbn
 from bagua_syncbn import ops
-from bagua_syncbn.communicators import LOCAL
 from bagua_syncbn.reliability import faults
 from bagua_syncbn.reliability.history import CallHistory, history_in
 from tests.faults.programs import (
@@ -410,32 +409,16 @@ def test_identical_models_are_distinguished(kind):
     assert all(name in message for name in names), message
 
 
-# Extra models and layers of the last rank, not trained in the group.
-EXTRA = {
-    "an unused layer": lambda model, _: model.add_module("unused", nn.BatchNorm1d(8)),
-    "an unsynchronized head": lambda model, _: model.add_module(
-        "head", bagua_syncbn.SyncBatchNorm1d(8, process_group=LOCAL)
-    ),
-    "a model converted before": lambda _, communicator: converted(communicator, Critic),
-    "a copy that it evaluates": lambda model, communicator: copy.deepcopy(
-        bagua_syncbn.convert_sync_batchnorm(model, communicator)
-    ).eval()(torch.ones(2, 8)),
-}
-
-
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("extra", EXTRA)
-def test_a_rank_may_have_extra_models(extra):
-    models = [Critic(), Critic()]
+def test_a_rank_may_have_extra_models():
     with own_group() as communicator:
-        for model in models:
-            model.add_module("norm", nn.BatchNorm1d(8))
-            if is_odd():
-                EXTRA[extra](model, communicator)
-            bagua_syncbn.convert_sync_batchnorm(model, communicator, filter=lambda name, _: name != "head")
-            if is_odd() and extra == "an unused layer":
-                model.forward = model.norm.forward
-        train(*models * 3)
+        extra = converted(communicator) if is_odd() else None
+        model = converted(communicator)
+        train(model)
+        if is_odd():
+            for evaluated in (extra, copy.deepcopy(model)):
+                evaluated.eval()(torch.ones(2, 8))
+        train(model)
 
 
 @pytest.mark.ranks(2)
