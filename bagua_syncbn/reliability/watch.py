@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from threading import Event, Thread
+from threading import Lock, Thread
 from weakref import finalize, ref
 
 from ..communicators import TorchCommunicator
@@ -19,19 +19,20 @@ _log = logging.getLogger("bagua_syncbn")
 def watch(history: CallHistory, communicator: Communicator) -> None:
     """Starts a thread that watches the group of ``communicator`` until it ends; no-op for groups without a time-out."""
     if isinstance(communicator, TorchCommunicator):
-        ended = Event()
-        finalize(history, ended.set)
+        living = Lock()  # held as long as the history lives; unlike an Event, finalizers can always release it
+        living.acquire()
+        finalize(history, living.release)
         seconds, nccl = timeout_of(communicator.group).total_seconds(), nccl_id(communicator.group)
-        arguments = ref(history), ended, seconds, communicator.name, nccl
+        arguments = ref(history), living, seconds, communicator.name, nccl
         Thread(target=_watch, args=arguments, name="bagua_syncbn watch", daemon=True).start()
 
 
-def _watch(history_of: ref[CallHistory], ended: Event, seconds: float, group: str, nccl: str) -> None:
+def _watch(history_of: ref[CallHistory], living: Lock, seconds: float, group: str, nccl: str) -> None:
     """Logs calls in which this rank has waited for half of the time-out."""
     seen: object = None
     since = time.monotonic()
     has_logged = False
-    while not ended.wait(seconds / 8):
+    while not living.acquire(timeout=seconds / 8):
         history = history_of()
         if history is None:
             return
