@@ -178,13 +178,13 @@ def _run(code: str, arguments: tuple[str, ...], environment: dict[str, str], fil
 
 
 @contextmanager
-def launched_by_torchrun(port: int) -> Iterator[None]:
-    """Context in which a rank without a job has the environment of torchrun. ``port``: of a store on this host."""
+def launched_by_torchrun(**environment: str) -> Iterator[None]:
+    """Ends the job of this rank; in the context, the environment is that of torchrun on this host, without a port."""
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
     dist.destroy_process_group()
-    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    with patch.dict(os.environ, environment, CUDA_VISIBLE_DEVICES=""):
+    environment |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    environment |= {"MASTER_ADDR": "localhost", "TORCHELASTIC_USE_AGENT_STORE": "True", "CUDA_VISIBLE_DEVICES": ""}
+    with patch.dict(os.environ, environment):
         yield
 
 

@@ -31,7 +31,7 @@ def demo(monkeypatch, tmp_path):
 
 
 def run_script(port, arguments):
-    with launched_by_torchrun(port), patch.object(sys, "argv", [SCRIPT, *arguments]), catch_warnings():
+    with launched_by_torchrun(MASTER_PORT=str(port)), patch.object(sys, "argv", [SCRIPT, *arguments]), catch_warnings():
         filterwarnings("error", "with_bagua")  # the demo's unsynchronized run must not warn
         runpy.run_path(SCRIPT, run_name="__main__")
 

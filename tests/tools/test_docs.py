@@ -77,11 +77,12 @@ def run_scripts(ports: list[int], directory: str) -> list[str]:
     """Runs all scripts on each rank, each with its own store, since all of them use the default group."""
     done, before = [], Path.cwd()
     os.chdir(directory)
-    for block, port in zip(scripts(), ports, strict=True):
-        with launched_by_torchrun(port):
+    with launched_by_torchrun():
+        for block, port in zip(scripts(), ports, strict=True):
+            os.environ["MASTER_PORT"] = str(port)
             exec(block.code, {"__name__": "__main__"})
-        assert not dist.is_initialized(), f"{block.name} leaves its process group behind"
-        done.append(block.name)
+            assert not dist.is_initialized(), f"{block.name} leaves its process group behind"
+            done.append(block.name)
     os.chdir(before)
     return done
 
