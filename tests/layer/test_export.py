@@ -131,7 +131,7 @@ def test_layers_whose_options_a_folded_weight_would_lack_are_not_folded(options,
         (fuse_conv_bn_eval, nn.Conv2d(3, 4, 1), SyncBatchNorm2d),
         (fuse_linear_bn_eval, nn.Linear(3, 4), SyncBatchNorm1d),
     ):
-        with pytest.raises(ValueError, match=f"bn: .* got {cls.__name__} with {told}; call revert_sync_batchnorm"):
+        with pytest.raises(ValueError, match=f"bn: cannot fold {cls.__name__} with {told}; call revert_sync_batchnorm"):
             fold(layer.eval(), cls(4, **options).eval())
         for norm in (cls(4), cls.local_class(4)):
             assert type(fold(layer.eval(), norm.eval())) is type(layer)
