@@ -136,7 +136,7 @@ def _note_output(
     weight, bias = (None if parameter is None else parameter.detach().clone() for parameter in (weight, bias))
     factors = weight, bias, *norm.statistics[:2]
     make = partial(_normalized, input.detach(), input._version, factors, norm)
-    # By output number, because replicas share a node.
+    # By output number, as autograd refers to outputs.
     vars(output.grad_fn).setdefault("recipes", {})[output.output_nr] = _Recipe(output, make)
 
 

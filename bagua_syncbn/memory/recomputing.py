@@ -36,7 +36,7 @@ def recompute_outputs(module: _Module | None = None, *, enabled: bool = True) ->
 
     Args:
         module: a model that recomputes outputs from now on, by a change of its class, which copies and files keep. None
-            returns a context manager for forward passes in this thread, and so not for replicas; backward may run
+            returns a context manager for forward passes in this thread; backward may run
             outside of it.
         enabled: False to turn it off for ``module``. :func:`revert_sync_batchnorm` also turns it off.
 
@@ -61,7 +61,7 @@ def recompute_outputs(module: _Module | None = None, *, enabled: bool = True) ->
         return saved_as_recipes()
     check_module(module)
     model: Any = module
-    # The wrapped module: replicas are copies of it, and each enters the context in its thread.
+    # The wrapped module, which keeps the setting without the wrapper.
     target = model.module if isinstance(model, nn.DataParallel) else model
     if enabled != _recomputes(target):
         cls: Any = type(target)
