@@ -16,7 +16,6 @@ from .errors import notifies_peers
 from .groups import ALONE, GroupSpec, spec_of
 from .layer_state import CallCache, LayerState
 from .masks import masking_of
-from .names import name_of
 from .options import NO_MASKS, Options
 from .registry import Registry
 from .step.by_torch import ByTorch, in_evaluation, suits_torch
@@ -286,5 +285,5 @@ def _validate(call: Call, key: tuple[Any, ...] | None = None) -> CallCache:
     check_tracer(call.group)
     if options.momentum is None and buffers.running_mean is not None and buffers.num_batches_tracked is None:
         raise ValueError("num_batches_tracked: expected a tensor, because momentum is None; got None")
-    communicator = spec_of(call.group).communicator("" if is_compiling else name_of(layer))
+    communicator = spec_of(call.group).communicator()
     return CallCache(key, options, exchange_of(call, options, communicator), communicator.size == 1)

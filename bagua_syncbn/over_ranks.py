@@ -78,7 +78,7 @@ def mean_over_ranks(
         count = values.numel() if mask is None else mask.expand_as(values).sum()
     kept = values if mask is None else values.where(mask, 0)
     total = kept.sum(dtype=torch.promote_types(values.dtype, torch.float32))  # like torch.mean; half overflows
-    communicator = spec.communicator(_NAME)
+    communicator = spec.communicator()
     if communicator.size > 1:
         if not isinstance(count, Tensor):
             count = torch.full((), count, dtype=torch.float64, device=values.device)

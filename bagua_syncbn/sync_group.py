@@ -4,7 +4,7 @@ from typing import Any
 
 from .communicators.torch_engine import is_mesh, torch_group_of
 from .groups import spec_of
-from .groups.spec import NODE, describe_kind
+from .groups.spec import NODE
 
 
 def sync_group(process_group: Any) -> Any:
@@ -36,8 +36,8 @@ def sync_group(process_group: Any) -> Any:
     if not is_description and not (isinstance(process_group, str) and process_group == NODE):
         raise TypeError(
             'process_group: expected an int, "node", a list of lists of ranks or a 1-D DeviceMesh, '
-            f"got {describe_kind(process_group)}"
+            f"got {process_group!r:.200}"
         )
     spec = spec_of(process_group)
-    spec.communicator("sync_group")
+    spec.communicator()
     return torch_group_of(spec)

@@ -1,4 +1,4 @@
-"""Communicators, one file for each transport, and the engines that make them.
+"""Communicators, one file for each transport, and the engines that create them.
 
 torch.distributed is the engine of every job unless another engine runs.
 """

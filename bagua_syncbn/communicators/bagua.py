@@ -14,19 +14,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..groups import LOCAL, Communicator, RankGroup
-from ..groups.spec import Ranks, Rule, members_by, text_of
-from . import torch_engine
+from ..groups.spec import Rule, members_by, text_of
 
-# Communicators by their ranks: a rank with a group, and a rank with only a RankGroup, use the same one.
+# torch.distributed runs in every Bagua job with the same ranks.
+from .torch_engine import is_in_job as is_in_job
+from .torch_engine import rank_and_size as rank_and_size
+from .torch_engine import ranks_of as ranks_of
+from .torch_engine import running_job
+
+# Communicators by ranks, for groups and RankGroups alike.
 _communicators: dict[tuple[int, ...], "BaguaCommunicator"] = {}
 
 
 class BaguaCommunicator:
     """Collectives of a Bagua group that only layers use, on a separate CUDA stream.
 
-    Bagua sends gradients through the job's groups from another thread. Two threads that use one NCCL communicator would
-    have no common order on all ranks. The collectives run after earlier work in the caller's stream and before later
-    work there; the host does not wait.
+    A thread of Bagua sends gradients through the job's groups, and two threads that share an NCCL communicator would
+    have no common order on all ranks. Collectives run after earlier work in the caller's stream and before later work
+    there; the host does not wait.
 
     Tensors are on the device of this rank. Bagua does not support float64: such tensors are sent as int64, and
     receivers sum them in rank order.
@@ -37,10 +42,10 @@ class BaguaCommunicator:
     def __init__(self, group: Any) -> None:
         self.group = group
         self.size = len(group.ranks)
-        self.rank: int = group.ranks.index(_api().get_rank())
+        self.rank: int = group.ranks.index(dist.get_rank())
         self.device = _device()
         self._engine = group.get_global_communicator()
-        # Graphs of torch.compile break here. With a decorator, every process would import the compiler.
+        # torch.compile graphs break here. With a decorator, every process would import the compiler.
         self.all_gather = torch.compiler.disable(self._all_gather)
         self.all_reduce = torch.compiler.disable(self._all_reduce)
 
@@ -61,12 +66,9 @@ class BaguaCommunicator:
         return packed
 
     def _checked(self, packed: Tensor) -> Tensor:
-        """Returns ``packed`` contiguous, because Bagua passes only its address and size to NCCL."""
+        """Returns ``packed`` contiguous, because Bagua passes only address and size to NCCL."""
         if packed.device != self.device:
-            raise RuntimeError(
-                f"input: expected a tensor on {self.device}, the device of this rank in the Bagua job, "
-                f"got one on {packed.device}"
-            )
+            raise RuntimeError(f"input: expected a tensor on {self.device}, this rank's device, got {packed.device}")
         return packed.contiguous()
 
     @contextmanager
@@ -89,20 +91,10 @@ def installed_version() -> str | None:
     return version(distributions[0]) if distributions else None
 
 
-def is_initialized() -> bool:
-    """Returns whether ``bagua.torch_api.init_process_group()`` was called in this process."""
-    return default_group() is not None
-
-
 def default_group() -> Any:
-    """Returns Bagua's group of all ranks, or None before ``init_process_group()``."""
-    communication = sys.modules.get("bagua.torch_api.communication")  # each call of a layer asks
+    """Returns Bagua's group of all ranks, or None before ``bagua.torch_api.init_process_group()``."""
+    communication = sys.modules.get("bagua.torch_api.communication")  # each layer call asks
     return communication._default_pg if communication is not None else None
-
-
-def is_in_job() -> bool:
-    """Returns False: torch.distributed runs in every Bagua job and answers torch.compile."""
-    return False
 
 
 def is_data_parallel(module: nn.Module) -> bool:
@@ -111,26 +103,17 @@ def is_data_parallel(module: nn.Module) -> bool:
 
 
 def is_process_group(process_group: object) -> bool:
-    """Returns whether ``process_group`` is a BaguaProcessGroup.
-
-    Raises:
-        RuntimeError: the group is a BaguaProcessGroup, and Bagua is not initialized.
-    """
+    """Returns whether ``process_group`` is a BaguaProcessGroup. Raises RuntimeError if Bagua is not initialized."""
     communication = _communication()
     if communication is None or not isinstance(process_group, communication.BaguaProcessGroup):
         return False
-    if not is_initialized():
-        raise RuntimeError(
-            "process_group: expected a group of a running job, got a BaguaProcessGroup before "
-            "bagua.torch_api.init_process_group()"
-        )
+    if default_group() is None:
+        raise RuntimeError("process_group: got a BaguaProcessGroup before bagua.torch_api.init_process_group()")
     return True
 
 
 def given(process_group: Any) -> tuple[Rule, Callable[[], Any]] | None:
-    """Returns the rule of a BaguaProcessGroup, None for the default one, and a function that returns the group.
-
-    Returns None for other objects.
+    """Returns the rule of a BaguaProcessGroup and a function that returns the group; None otherwise.
 
     Raises:
         ValueError: this rank is not in the group.
@@ -143,37 +126,26 @@ def given(process_group: Any) -> tuple[Rule, Callable[[], Any]] | None:
     return rule, lambda: process_group
 
 
-def rank_and_size() -> tuple[int, int]:
-    """Returns the rank of this process in the Bagua job, and the job's number of ranks."""
-    return _api().get_rank(), _api().get_world_size()
-
-
-def ranks_of(rule: Rule) -> Ranks:
-    """Returns the ranks of this rank's group."""
-    if rule is None or isinstance(rule, RankGroup):
-        return members_by(rule, *rank_and_size()) or ()
-    return torch_engine.ranks_of(rule)  # the ranks compare their rules in the store of torch's job
-
-
 def communicator_of(rule: Rule, given: Any) -> Communicator:
-    """Returns the layers' communicator, which its ranks make together at the first use."""
+    """Returns the layers' communicator, which all ranks create at the first use."""
     ranks = ranks_of(rule)
     if len(ranks) == 1:
         return LOCAL
     communicator = _communicators.get(ranks)
     if communicator is None:
-        # Bagua's constructor waits for all members with the GIL held. The thread of its scheduler needs the GIL, and a
+        # Bagua's constructor waits for all members with the GIL held. The scheduler's thread needs the GIL, and a
         # peer may wait for this scheduler before it gets here.
-        torch_engine.running_job().meet(f"bagua {ranks}", ranks, text_of(rule))
-        communicator = _communicators[ranks] = BaguaCommunicator(_make_group(ranks))
+        with running_job().meeting(f"bagua {ranks}", ranks, text_of(rule)) as meeting:
+            meeting.exchange()
+            communicator = _communicators[ranks] = BaguaCommunicator(_make_group(ranks))
     return communicator
 
 
 def _make_group(ranks: tuple[int, ...]) -> Any:
-    """Makes a group as Bagua's ``new_group`` does, but named after its ranks.
+    """Creates a group like Bagua's ``new_group``, but named after its ranks.
 
-    ``new_group`` numbers groups. Ranks outside this group do not make this call, so their numbers would differ
-    afterwards, and ranks would wait for each other forever.
+    ``new_group`` numbers groups. Ranks outside this group do not make this call, so the numbers of later groups would
+    differ, and ranks would wait for each other forever.
     """
     communication = _communication()
     name = f"bagua_syncbn:{','.join(map(str, ranks))}"
@@ -185,19 +157,16 @@ def _make_group(ranks: tuple[int, ...]) -> Any:
 
 
 def to_bagua_group(process_group: Any) -> Any:
-    """Returns the BaguaProcessGroup for a torch group; all ranks of the job make it together.
+    """Returns the BaguaProcessGroup for a torch group, which all ranks of the job create.
 
-    Returns None and a BaguaProcessGroup unchanged.
-
-    Raises:
-        TypeError: ``process_group`` is of another kind.
+    Returns None and a BaguaProcessGroup unchanged. Raises TypeError otherwise.
     """
     if process_group is None or is_process_group(process_group):
         return process_group
     if not isinstance(process_group, dist.ProcessGroup):
         raise TypeError(
             "process_group: expected None, a BaguaProcessGroup or a torch.distributed.ProcessGroup in a Bagua job, "
-            f"got {type(process_group).__name__}"
+            f"got {process_group!r:.200}"
         )
     return _communication().from_torch_group(process_group)
 
@@ -210,24 +179,21 @@ def broadcast(tensor: Tensor, group: Any) -> Tensor:
 
 
 def resolve_algorithm(algorithm: Any, optimizers: Sequence[Any]) -> Any:
-    """Returns Bagua's algorithm object for a class or for a name in Bagua's registry; returns objects unchanged.
+    """Returns Bagua's algorithm object for a class or a name in Bagua's registry; returns objects unchanged.
 
     Raises:
-        ValueError: the name is unknown, or is ``"qadam"`` and ``optimizers`` is not a single QAdamOptimizer.
+        KeyError: the registry has no such name.
+        ValueError: the name is ``"qadam"``, and ``optimizers`` is not a single QAdamOptimizer.
     """
     if not isinstance(algorithm, str):
         return algorithm() if isinstance(algorithm, type) else algorithm
-    from bagua.torch_api.algorithms import Algorithm, GlobalAlgorithmRegistry
+    from bagua.torch_api.algorithms import Algorithm
     from bagua.torch_api.algorithms.q_adam import QAdamOptimizer
 
-    names = list(GlobalAlgorithmRegistry.keys())
-    if algorithm not in names:
-        raise ValueError(f"algorithm: expected one of {', '.join(names)}, got {algorithm!r}")
     if algorithm != "qadam":
         return Algorithm.init(algorithm)
     if len(optimizers) != 1 or not isinstance(optimizers[0], QAdamOptimizer):
-        got = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
-        raise ValueError(f"optimizers: expected one QAdamOptimizer, which the algorithm {algorithm!r} needs, got {got}")
+        raise ValueError(f"optimizers: expected one QAdamOptimizer for the algorithm 'qadam', got {optimizers}")
     return Algorithm.init(algorithm, q_adam_optimizer=optimizers[0])
 
 
@@ -235,20 +201,16 @@ def _communication() -> Any:
     return sys.modules.get("bagua.torch_api.communication")
 
 
-def _api() -> Any:
-    return sys.modules["bagua.torch_api.env"]
-
-
 def _device() -> torch.device:
     """Returns the CUDA device that Bagua's communicators use."""
-    return torch.device("cuda", _api().get_local_rank())
+    return torch.device("cuda", sys.modules["bagua.torch_api.env"].get_local_rank())
 
 
 def _backend_tensor(tensor: Tensor) -> Any:
     """Returns Bagua's handle of ``tensor``, which keeps a view of the tensor alive."""
     view: Any = tensor.to_bagua_tensor()  # type: ignore[attr-defined]
     handle = view.bagua_backend_tensor()
-    # View and handle hold each other, the handle in Rust, invisible to the garbage collector: without this line every
-    # sent tensor would stay in memory.
+    # View and handle hold each other, the handle in Rust, invisible to the garbage collector: this line keeps
+    # sent tensors from staying in memory.
     del view._bagua_backend_tensor
     return handle

@@ -1,6 +1,6 @@
-"""Communicators over torch.distributed: NCCL, gloo and any other c10d backend.
+"""Communicators over torch.distributed: NCCL, gloo and other c10d backends.
 
-Ctrl-C ends the host's wait for a collective, and so does a rank that leaves the group.
+Ctrl-C ends the host's wait for a CPU collective, and so does a rank that leaves the group.
 """
 
 import os
@@ -8,9 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from threading import Lock
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 import torch.distributed as dist
@@ -22,18 +21,38 @@ from ..torch_internals import groups as torch_groups
 
 IS_AVAILABLE = dist.is_available()
 
+# Groups of at least this size sum statistics, so that messages do not grow with the group; see docs/design.md.
+FEWEST_ADDED = 32
+
+# On CPU, ranks gather messages up to this size in bytes and add them locally: waits for peers take much longer than
+# sending, and a ring's all-gather has half the steps of an all-reduce.
+_MOST_GATHERED = 2**14
+
+_SUM_IN_STREAM, _GATHER_IN_STREAM = (
+    map(torch_groups.in_stream, ("Allreduce", "Allgather")) if IS_AVAILABLE else (None, None)
+)
+
+
+def is_large(ranks: int) -> bool:
+    """Returns whether a group of this size sums statistics; smaller groups gather them."""
+    return ranks >= FEWEST_ADDED
+
+
+def _is_gathered(packed: Tensor, ranks: int) -> bool:
+    """Returns whether ranks gather ``packed`` and add it locally. All ranks agree, compiled or not."""
+    return not is_large(ranks) and packed.is_cpu and packed.numel() * packed.element_size() <= _MOST_GATHERED
+
 
 class AsyncCollective:
-    """A started collective. Neither the start nor the end of the process waits for other ranks."""
+    """A started collective. Neither the start nor the end of the process waits for peers."""
 
     def __init__(self, group: Any, result: Tensor, work: Any, sums_rows: bool = False) -> None:
         self._group, self._result, self._work, self._sums_rows = ref(group), result, work, sums_rows
         self._kept = _keep_to_the_end(group, work) if result.is_cpu else None
 
     def wait(self) -> Tensor:
-        """Waits for the other ranks and returns the result, or the sum of its rows with ``sums_rows``."""
-        group = self._group()
-        wait_in_slices(self._work, group)
+        """Waits for peers and returns the result, or the sum of its rows if ``sums_rows``."""
+        wait_in_slices(self._work, self._group())
         if self._kept is not None:
             self._kept.set_result(None)
         return self._result.sum(0) if self._sums_rows else self._result
@@ -42,19 +61,18 @@ class AsyncCollective:
 class TorchCommunicator:
     """Collectives of a :class:`torch.distributed.ProcessGroup` that this rank is a member of.
 
-    A layer with this communicator as its ``process_group`` uses exactly this group, even if the group carries other
+    A layer with this communicator as its ``process_group`` uses exactly this group, even if the group carries unrelated
     messages.
 
-    The communicator does not keep the group alive. Outputs hold graphs, which hold communicators, and the threads of a
-    group that outlives ``destroy_process_group`` abort the process at the end. Compiled code holds the group's name.
+    The communicator does not keep the group alive: outputs hold graphs, graphs hold communicators, and the threads of a
+    group that outlives ``destroy_process_group`` abort the process at exit. Compiled code holds the group's name.
     """
 
-    __slots__ = ("__weakref__", "_gathers_lists", "_group", "name", "rank", "size")
+    __slots__ = ("__weakref__", "_group", "name", "rank", "size")
 
     def __init__(self, group: Any) -> None:
         self._group = ref(group)
-        keep_last_works_of(group)
-        self._gathers_lists = False  # True once the backend has refused to gather into one tensor
+        _ended.setdefault(group, deque(maxlen=4))
         self.name: str = group.group_name
         self.size: int = group.size()
         self.rank: int = group.rank()
@@ -75,10 +93,10 @@ class TorchCommunicator:
     def all_gather(self, packed: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             return torch_groups.traced_all_gather(packed, self.size, self.name)
-        group = self._group() or self.group  # the property raises
-        gathered, work = self._all_gather(group, packed, packed.is_cpu)
-        _end(work, group, packed)
-        return gathered
+        group = self.group
+        rows, work = self._start_gather(group, packed, () if packed.is_cpu else (_GATHER_IN_STREAM,))
+        _finish(work, group, packed)
+        return rows
 
     def all_reduce(self, packed: Tensor) -> Tensor:
         if _is_gathered(packed, self.size):
@@ -87,40 +105,31 @@ class TorchCommunicator:
             return torch_groups.traced_all_reduce(packed, self.name)
         group = self.group
         work = group.allreduce([packed]) if packed.is_cpu else group.allreduce([packed], _SUM_IN_STREAM)
-        _end(work, group, packed)
+        _finish(work, group, packed)
         return packed
 
+    def begin_all_gather(self, packed: Tensor) -> AsyncCollective:
+        """Starts :meth:`all_gather` and does not wait for peers."""
+        group = self.group
+        return AsyncCollective(group, *self._start_gather(group, packed))
+
+    def begin_all_reduce(self, packed: Tensor) -> AsyncCollective:
+        """Starts :meth:`all_reduce` and does not wait for peers."""
+        group = self.group
+        if _is_gathered(packed, self.size):
+            return AsyncCollective(group, *self._start_gather(group, packed), sums_rows=True)
+        return AsyncCollective(group, packed, group.allreduce([packed]))
+
+    # Calls the group's method, because torch.distributed's functions spend more time on checks than on the call.
+    def _start_gather(self, group: Any, packed: Tensor, options: tuple[Any, ...] = ()) -> tuple[Tensor, Any]:
+        gathered = packed.new_empty(self.size * packed.numel())  # gloo takes the concatenated form only
+        return gathered.view(self.size, -1), getattr(group, torch_groups.GATHER_METHOD)(gathered, packed, *options)
+
     def leave(self, why: str) -> None:
-        """Ends the other ranks' waits for this one. The group cannot be used afterwards."""
+        """Ends peers' waits for this rank. The group cannot be used afterwards."""
         group = self._group()
         if group is not None:
             leave(group, why)
-
-    def begin_all_gather(self, packed: Tensor) -> AsyncCollective:
-        """Starts :meth:`all_gather` without waiting for the other ranks."""
-        group = self.group
-        return AsyncCollective(group, *self._all_gather(group, packed, True))
-
-    def begin_all_reduce(self, packed: Tensor) -> AsyncCollective:
-        """Starts :meth:`all_reduce` without waiting for the other ranks."""
-        if _is_gathered(packed, self.size):
-            group = self.group
-            return AsyncCollective(group, *self._all_gather(group, packed, True), sums_rows=True)
-        return AsyncCollective(self.group, packed, self.group.allreduce([packed]))
-
-    # Calls the group's method, because torch.distributed's functions spend more time on checks than on the call.
-    def _all_gather(self, group: Any, packed: Tensor, async_op: bool) -> tuple[Tensor, Any]:
-        gathered = packed.new_empty(self.size * packed.numel())  # gloo takes the concatenated form only
-        rows = gathered.view(self.size, -1)
-        if not self._gathers_lists:
-            try:
-                options = () if async_op else (_GATHER_IN_STREAM,)
-                return rows, getattr(group, torch_groups.GATHER_METHOD)(gathered, packed, *options)
-            except RuntimeError as error:
-                if not isinstance(error, NotImplementedError) and "does not support" not in str(error):
-                    raise
-                self._gathers_lists = True
-        return rows, dist.all_gather(list(rows.unbind()), packed, group=group, async_op=async_op)
 
     def __repr__(self) -> str:
         return f"TorchCommunicator(ranks={self.ranks if self._group() else 'destroyed'})"
@@ -128,19 +137,15 @@ class TorchCommunicator:
     def __deepcopy__(self, memo: Any) -> "TorchCommunicator":
         return self
 
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            f"process_group: expected a group that can be saved, got {self!r}, which belongs to this process; "
-            "give the layer the group itself, whose ranks can be saved, or a description"
-        )
+
+transports: Registry[Callable[[Any, Any], TorchCommunicator | None]] = Registry()
+"""Functions of a new group and its :class:`Meeting`, called by all ranks together.
+
+Each returns a communicator, or None if it does not serve the group.
+"""
 
 
-_SUM_IN_STREAM, _GATHER_IN_STREAM = (
-    map(torch_groups.in_stream, ("Allreduce", "Allgather")) if IS_AVAILABLE else (None, None)
-)
-
-
-def _end(work: Any, group: Any, packed: Tensor) -> None:
+def _finish(work: Any, group: Any, packed: Tensor) -> None:
     """Waits for a collective of ``packed``. On a device, the current stream waits instead of the host."""
     if work is None:  # was enqueued on the current stream
         return
@@ -150,42 +155,71 @@ def _end(work: Any, group: Any, packed: Tensor) -> None:
         work.wait()  # with a time limit, the host would wait
 
 
-transports: Registry[Callable[[Any], TorchCommunicator | None]] = Registry()
-"""Each returns a communicator for a group, or None if it does not serve the group. All ranks call them together."""
-
-# A lock for each group, and its communicator once it is made.
-_made: WeakKeyDictionary[Any, tuple[Lock, list[TorchCommunicator]]] = WeakKeyDictionary()
-_finding = Lock()
-
-
-def communicator_of(group: Any) -> TorchCommunicator:
-    """Returns the communicator of a c10d group. Its ranks make it together at the first call."""
-    with _finding:
-        lock, made = _made.setdefault(group, (Lock(), []))
-    with lock:
-        if not made:
-            served = filter(None, (transport(group) for transport in transports))
-            made.append(next(served, None) or TorchCommunicator(group))
-    return made[0]
-
-
-# Groups of at least this size sum statistics, so that messages do not grow with the group; see docs/design.md.
-FEWEST_ADDED = 32
+def wait_in_slices(work: Any, group: Any) -> None:
+    """Waits for a collective in slices, between which Python runs signal handlers, so that Ctrl-C ends the wait."""
+    try:
+        while True:
+            try:
+                work.wait(_SLICE)
+                break
+            except RuntimeError:  # the slice or the collective ended
+                if work.is_completed():
+                    work.wait()  # raises if the collective failed
+                    break
+            raise_if_left(group)
+        _ended[group].append(work)
+    except BaseException:
+        _keep_to_the_end(work, None if work.is_completed() else group)
+        raise
 
 
-def is_large(ranks: int) -> bool:
-    """Returns whether a group of this size sums statistics; smaller groups gather them."""
-    return ranks >= FEWEST_ADDED
+_SLICE = timedelta(seconds=0.5)
+
+# The last collectives of each group. A gloo thread drops its reference to a collective some time after it reports the
+# collective as done. If that were the last reference, the thread would free the tensors: this needs the GIL and aborts
+# a process if its interpreter is ending. At its end, a group joins its threads, then drops these collectives.
+_ended: WeakKeyDictionary[Any, deque[Any]] = WeakKeyDictionary()
 
 
-# On CPU, each rank gathers messages up to this size in bytes and adds them up. Waiting for other processes takes much
-# longer than sending, and a ring's all-gather has half the steps of its all-reduce.
-_MOST_GATHERED = 2**14
+def _keep_to_the_end(*kept: Any) -> "torch.futures.Future[None]":
+    """Keeps objects alive until the returned future gets a result, even beyond the end of the interpreter.
+
+    A group's destructor would wait for a collective that peers never join; for collectives, see ``_ended``. Python
+    destroys a list's objects. Here a future and its callback hold each other in C++, invisible to the garbage
+    collector.
+    """
+    future: torch.futures.Future[None] = torch.futures.Future()
+    future.then(lambda _: (future, kept))
+    return future
 
 
-def _is_gathered(packed: Tensor, ranks: int) -> bool:
-    """Returns whether each rank gathers ``packed`` and adds it up. All ranks agree, compiled or not."""
-    return ranks < FEWEST_ADDED and packed.is_cpu and packed.numel() * packed.element_size() <= _MOST_GATHERED
+# Stores in which ranks note that they have left, by group. A forked child must not use its parent's connections.
+_stores: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_stores.clear)
+
+
+def leave_through(group: Any, store: Any) -> None:
+    """Makes ranks that leave ``group`` note it in ``store``, which waiting ranks check."""
+    _stores[group] = store
+
+
+def leave(group: Any, why: str) -> None:
+    """Ends peers' waits in collectives of ``group``."""
+    store = _stores.get(group)
+    if store is not None:
+        with suppress(RuntimeError):  # the store ends with the rank that hosts it
+            store.compare_set("left", "", why)
+
+
+def raise_if_left(group: Any) -> None:
+    """Raises RuntimeError if a rank of ``group`` has left."""
+    store, why = _stores.get(group), ""
+    if store is not None:
+        with suppress(RuntimeError):
+            why = store.get("left").decode() if store.check(["left"]) else ""
+    if why:
+        raise RuntimeError(why)
 
 
 def is_alive(group: Any) -> bool:
@@ -197,74 +231,12 @@ def is_alive(group: Any) -> bool:
     return True
 
 
-def wait_in_slices(work: Any, group: Any) -> None:
-    """Waits for a collective in slices, between which Python runs signal handlers, so that Ctrl-C ends the wait."""
-    try:
-        while True:
-            try:
-                work.wait(_SLICE)
-                _ended[group].append(work)
-                return
-            except RuntimeError:
-                if work.is_completed():  # the collective failed, or ended just after the slice
-                    break
-            raise_if_left(group)
-        work.wait()
-        _ended[group].append(work)
-    except BaseException:
-        _keep_to_the_end(work, None if work.is_completed() else group)
-        raise
+def end_with(group: Any, part: Any) -> None:
+    """Destroys the group ``part`` at the end of ``group``; torch keeps every group until it is destroyed."""
+    finalize(group, _destroy, ref(part)).atexit = False  # type: ignore[misc]  # the job ends all groups
 
 
-_SLICE = timedelta(seconds=0.5)
-
-# The last collectives of each group. A gloo thread drops its reference to a collective some time after it reports the
-# collective as done. If it were the last reference, it would free the tensors: that needs the GIL and aborts a process
-# whose interpreter is ending. A group joins its threads at its end, and then drops these collectives.
-_ended: WeakKeyDictionary[Any, deque[Any]] = WeakKeyDictionary()
-
-
-def keep_last_works_of(group: Any) -> None:
-    """Keeps the last collectives of ``group`` alive until its end."""
-    _ended.setdefault(group, deque(maxlen=4))
-
-
-# Stores in which ranks say that they have left, by group, with the process that may use the store: a forked child has
-# the same connection.
-_stores: WeakKeyDictionary[Any, tuple[Any, int]] = WeakKeyDictionary()
-
-
-def leave_through(group: Any, store: Any) -> None:
-    """Makes ranks that leave ``group`` say so in ``store``, where waiting ranks look."""
-    _stores[group] = store, os.getpid()
-
-
-def leave(group: Any, why: str) -> None:
-    """Ends the waits of other ranks in collectives of ``group``."""
-    store, process = _stores.get(group, (None, 0))
-    if store is not None and process == os.getpid():
-        with suppress(RuntimeError):  # the store ends with the rank that hosts it
-            store.compare_set("left", "", why)
-
-
-def raise_if_left(group: Any) -> None:
-    """Raises RuntimeError if a rank of ``group`` has left."""
-    store, process = _stores.get(group, (None, 0))
-    why = ""
-    if store is not None and process == os.getpid():
-        with suppress(RuntimeError):
-            why = store.get("left").decode() if store.check(["left"]) else ""
-    if why:
-        raise RuntimeError(why)
-
-
-def _keep_to_the_end(*kept: Any) -> "torch.futures.Future[None]":
-    """Keeps objects alive until the returned future gets a result, also beyond the end of the interpreter.
-
-    The destructor of a group would wait for a collective that other ranks never join; for collectives, see ``_ended``.
-    Python destroys the objects that it holds, for example in a list. Here a future and its callback hold each other in
-    C++, invisible to the garbage collector.
-    """
-    future: torch.futures.Future[None] = torch.futures.Future()
-    future.then(lambda _: (future, kept))
-    return future
+def _destroy(held: "ref[Any]") -> None:
+    group = held()
+    if group is not None and is_alive(group):
+        dist.destroy_process_group(group)

@@ -1,26 +1,30 @@
-"""Exchange between several hosts: shared memory on each, and collectives between one carrier (the first rank) per host.
+"""Chooses the transport of a group's CPU messages, and sends them between hosts.
 
-A message takes three steps: the ranks of each host exchange it, the carriers exchange the rows of their hosts, and each
-carrier spreads the result on its host. A rank that begins a message without waiting cannot carry. It marks its row
-instead; then all ranks send the message again through the collectives of the whole group.
+Between hosts, a message takes three steps: the ranks on each host exchange it through shared memory, the carriers (the
+first rank on each host) exchange their hosts' rows by collectives, and each carrier spreads the result on its host. A
+rank that begins a message and does not wait cannot carry. It marks the row instead; then all ranks resend the message
+through the collectives of the whole group.
 """
 
 from __future__ import annotations
 
-import secrets
+import logging
+import os
 from collections.abc import Sequence
 from threading import Lock
 from typing import Any
-from weakref import finalize, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..torch_internals.groups import device_of, is_gloo_on_cpu, make_group, timeout_of
-from .c10d import AsyncCollective, TorchCommunicator, is_alive, leave_through, transports
+from ..torch_internals.groups import backend_and_store, is_gloo_on_cpu, make_group, timeout_of
+from .c10d import AsyncCollective, TorchCommunicator, end_with, leave_through, transports
 from .jobs import host_name
-from .shared import GATHER, MOST_BYTES, SUM, Published, SharedCommunicator, first_use, log_way, share
+from .meeting import Meeting
+from .shared import GATHER, MOST_BYTES, SUM, Published, SharedCommunicator, first_problem, problem, share
+
+_log = logging.getLogger("bagua_syncbn")
 
 _BEGIN = {GATHER: TorchCommunicator.begin_all_gather, SUM: TorchCommunicator.begin_all_reduce}
 
@@ -57,7 +61,7 @@ class HostsCommunicator(SharedCommunicator):
             self._free.release()
 
     def _cross(self, kind: int, packed: Tensor) -> Tensor:
-        """Returns the rows of all ranks, or their sum as one row, each with a mark at its end."""
+        """Returns all ranks' rows, or their sum as a single row, each with a mark at its end."""
         message, sent = self._marked(kind, packed, 0)
         super()._exchange(kind, message, sent)
         if self._carriers is None:
@@ -66,12 +70,12 @@ class HostsCommunicator(SharedCommunicator):
             result = self._carriers.all_gather(sent.view(-1)).view(-1, message.numel())[self._order]
         else:
             result = self._carriers.all_reduce(sent.view(-1)).view(1, -1)
-        if sent[:, -1].any():  # all ranks of the host see the mark
+        if sent[:, -1].any():  # all ranks on the host see the mark
             return sent
         return super()._exchange(SUM, result, result)  # only the carrier's is not zero
 
     def _marked(self, kind: int, packed: Tensor, mark: int) -> tuple[Tensor, Tensor]:
-        """Returns this rank's message with its mark, and a buffer for the rows of its host."""
+        """Returns this rank's message with the mark, and a buffer for the host's rows."""
         message = packed.new_full((packed.numel() + 1,), mark)
         message[:-1] = packed
         return message, packed.new_zeros((self._most if kind == GATHER else 1, message.numel()))
@@ -85,37 +89,43 @@ class HostsCommunicator(SharedCommunicator):
         return self._begun[-1]
 
 
-@transports.register  # after shared.py, which serves groups on one host
-def _communicator_of(group: Any) -> HostsCommunicator | None:
-    """Returns a communicator of ``group``, whose ranks call this together; None if collectives serve it better.
+@transports.register
+def communicator_of(group: Any, meeting: Meeting) -> SharedCommunicator | None:
+    """Returns a communicator through shared memory, or None if some ranks cannot use it. All ranks call this.
 
-    They do with a single host, with one rank per host, and if some ranks cannot share memory.
+    Raises:
+        RuntimeError: a rank did not answer within the group's timeout.
     """
-    if not is_gloo_on_cpu(group):
-        return None
-    rank, seconds = group.rank(), timeout_of(group).total_seconds()
-    with first_use(group, "hosts") as (store, together):
-        rows = together([*host_name(), secrets.token_hex(8)])
-        names = [tuple(row[:2]) for row in rows]
-        hosts = [[rank for rank, name in enumerate(names) if name == host] for host in dict.fromkeys(names)]
-        if not 1 < len(hosts) < group.size():
-            return None
-        here = next(here for here in hosts if rank in here)
-        # Longer than the carriers' time-out, whose error the carrier passes on to its host.
-        reason, segment = share(together, here, rank, seconds + 1)
-        if reason:
-            return None
-        carriers = None
-        if rank == here[0]:
-            members = [dist.get_process_group_ranks(group)[first] for first, *_ in hosts]
-            name, world = f"{group.group_name}:{rows[0][2]}", dist.group.WORLD
-            carriers = make_group(world, members, group, store, name, device_of(world), False, "gloo")
-            leave_through(carriers, store)
-            finalize(group, _end, ref(carriers)).atexit = False  # type: ignore[misc]  # the job ends all groups
-    log_way(group, f"shared memory on each of {len(hosts)} hosts, collectives between them")
-    return HostsCommunicator(group, segment, hosts, carriers)
+    communicator: Any = None
+    reason = "its CPU messages do not go over gloo"
+    if is_gloo_on_cpu(group):
+        leave_through(group, meeting.store)
+        reason, communicator = _connect(group, meeting)
+    way = f"collectives: {reason}" if reason else "shared memory"
+    _log.debug("group %s, rank %d of %d: through %s", group.group_name, group.rank(), group.size(), way)
+    return communicator  # type: ignore[no-any-return]
 
 
-def _end(held: ref[Any]) -> None:
-    if (carriers := held()) is not None and is_alive(carriers):
-        dist.destroy_process_group(carriers)
+def _connect(group: Any, meeting: Meeting) -> tuple[str, SharedCommunicator | None]:
+    """Returns "" and the communicator, or the reason for using collectives and None."""
+    rank, own = group.rank(), problem()
+    brought = meeting.exchange([own, [] if own else sorted(os.sched_getaffinity(0)), host_name()])
+    names = [tuple(name) for *_, name in brought]
+    hosts = [[rank for rank, name in enumerate(names) if name == host] for host in dict.fromkeys(names)]
+    reason = first_problem(row[0] for row in brought) or "each rank is on a different host" * (len(hosts) == len(names))
+    if reason:
+        return reason, None
+    here = next(here for here in hosts if rank in here)
+    spins = len({core for other in here for core in brought[other][1]}) >= len(here)  # each rank has a core
+    # Between hosts, longer than the carriers' timeout, so that carriers can pass on its error.
+    reason, segment = share(meeting, here, rank, timeout_of(group).total_seconds() + (len(hosts) > 1), spins)
+    if reason or len(hosts) == 1:
+        return reason, None if segment is None else SharedCommunicator(group, segment)
+    carriers = None
+    if rank == here[0]:
+        members = [dist.get_process_group_ranks(group)[first] for first, *_ in hosts]
+        store = backend_and_store(group)[1]
+        carriers = make_group(members, group, store, f"{group.group_name}:carriers", backend="gloo")
+        leave_through(carriers, meeting.store)
+        end_with(group, carriers)
+    return "", HostsCommunicator(group, segment, hosts, carriers)

@@ -1,7 +1,7 @@
-"""``import bagua_syncbn.contrib`` makes scripts for Bagua use this package, with and without Bagua.
+"""``import bagua_syncbn.contrib`` makes scripts for Bagua use this package, whether Bagua is installed or not.
 
-With Bagua installed, this package's SyncBatchNorm replaces Bagua's for later imports. Without Bagua, modules get a
-method ``with_bagua``, which calls :func:`~bagua_syncbn.with_bagua`; import from
+If Bagua is installed, this package's SyncBatchNorm replaces Bagua's for later imports. Otherwise modules get a method
+``with_bagua``, which calls :func:`~bagua_syncbn.with_bagua`; import from
 :mod:`bagua_syncbn.contrib.sync_batchnorm` and :mod:`bagua_syncbn.contrib.algorithms` instead of from Bagua.
 
 Example::
@@ -13,11 +13,9 @@ Example::
     >>> model = model.with_bagua([optimizer], gradient_allreduce.GradientAllReduceAlgorithm())
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from ..conversion import register_converter
 from ..sync_batchnorm import SyncBatchNorm
@@ -34,25 +32,15 @@ has_bagua = _theirs is not None
 _original: Any = _theirs.SyncBatchNorm if has_bagua else None
 
 
-def _method(
-    module: nn.Module,
-    optimizers: Sequence[Optimizer],
-    algorithm: Any = None,
-    process_group: Any = None,
-    do_flatten: bool = True,
-) -> nn.Module:
-    """Makes this module data parallel in place, as :func:`bagua_syncbn.with_bagua` does.
-
-    ``do_flatten``, an option of Bagua's buckets, is ignored.
-    """
-    return with_bagua(module, optimizers, algorithm, process_group)
+def _method(module: nn.Module, *args: Any, do_flatten: bool = True, **kwargs: Any) -> nn.Module:
+    """Makes this module data parallel in place by :func:`bagua_syncbn.with_bagua`; ignores ``do_flatten``."""
+    return with_bagua(module, *args, **kwargs)
 
 
 def replace() -> None:
     """Replaces Bagua's class by :class:`SyncBatchNorm`, and registers a converter for Bagua's layers.
 
-    Without Bagua, adds the method ``with_bagua`` to modules. Importing this module calls it; call it again only after
-    :func:`restore`.
+    Without Bagua, adds the method ``with_bagua`` to modules. The import calls it; call it again after :func:`restore`.
     """
     if has_bagua:
         _theirs.SyncBatchNorm = SyncBatchNorm

@@ -9,8 +9,8 @@ from torch import Tensor
 class Communicator(Protocol):
     """Exchanges packed tensors between the ranks of a group. All ranks make the same calls in the same order.
 
-    Tensors are float32 or float64. A communicator whose backend cannot sum float64 may have an attribute
-    ``adds_float64 = False``: then its ranks gather statistics in groups of any size.
+    Tensors are float32 or float64. If the backend cannot sum float64, set the attribute ``adds_float64 = False``: then
+    groups of any size gather statistics.
     """
 
     @property
@@ -22,7 +22,7 @@ class Communicator(Protocol):
         """Index of this rank in the group."""
 
     def all_gather(self, packed: Tensor) -> Tensor:
-        """Returns a tensor (size, n) whose row ``r`` is the contiguous ``packed`` (n) of rank ``r``."""
+        """Returns a tensor (size, n): row ``r`` is the contiguous ``packed`` (n) of rank ``r``."""
 
     def all_reduce(self, packed: Tensor) -> Tensor:
         """Returns the sum over ranks of the contiguous ``packed`` (n), which may be overwritten."""

@@ -8,7 +8,7 @@ _MOST = 8  # texts in a message, and ranges of ranks in a text
 def text_of_ranks(ranks: Iterable[int]) -> str:
     """Returns ascending ranks as text: "rank 3", "ranks 0, 1" or "ranks 0-511, 513-1023".
 
-    Names at most eight ranges and counts the ranks of the others.
+    Names at most eight ranges and counts the remaining ranks.
     """
     runs: list[list[int]] = []
     for rank in ranks:
@@ -24,7 +24,7 @@ def text_of_ranks(ranks: Iterable[int]) -> str:
 def ranks_by_text(texts: Iterable[tuple[int, str]]) -> list[tuple[str, str]]:
     """Groups (rank, text) pairs, in ascending order of ranks, by text; returns (ranks, text) pairs for messages.
 
-    Returns at most eight pairs. If there are more, the last one stands for all other texts.
+    Returns at most eight pairs; if there are more, the last pair stands for all remaining texts.
     """
     ranks: dict[str, list[int]] = {}
     for rank, text in texts:

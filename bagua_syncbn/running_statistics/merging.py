@@ -87,7 +87,7 @@ def merge_statistics(module: nn.Module, process_group: Any = None, *, weight: fl
         mean, counter = layer.running_mean.double(), layer.num_batches_tracked
         batches = mean.new_ones(1) if counter is None else counter.double().reshape(1).clamp(min=_NO_BATCH)
         own[name] = Moments(mean, layer.running_var.double(), batches * weight)
-    communicator = spec.communicator("merge_statistics")
+    communicator = spec.communicator()
     if communicator.size == 1:
         return
     merged = merged_over_ranks("merge_statistics", module, own, communicator)

@@ -81,7 +81,7 @@ def recalibrate_statistics(
     remaining, run = iter(batches), forward_of(module, forward, device)
     if not layers:
         warn(f"{_NAME}: found no layer with running statistics in {type(module).__name__}", stacklevel=3)
-    communicator = spec.communicator(_NAME)
+    communicator = spec.communicator()
     # Errors in the pass reach only peers that wait for a message, so all ranks have to start first.
     device_of_ranks = next((layer.running_mean.device for layer in layers.values()), torch.device("cpu"))
     nothing = torch.empty(0, dtype=torch.float64, device=device_of_ranks)

@@ -1,6 +1,5 @@
 """Process groups of torch.distributed, for torch 2.10 to 2.13."""
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,7 +21,7 @@ def in_stream(kind: str) -> Any:
 
 
 def traced_all_gather(packed: torch.Tensor, size: int, group_name: str) -> torch.Tensor:
-    """Returns the rows of all ranks in a torch.compile graph, which holds the group's name instead of the group."""
+    """Returns all ranks' rows in a torch.compile graph, which holds the group's name instead of the group."""
     gathered = torch.ops._c10d_functional.all_gather_into_tensor(packed, size, group_name)
     rows: torch.Tensor = torch.ops._c10d_functional.wait_tensor(gathered).view(size, -1)
     return rows
@@ -41,54 +40,43 @@ def group_named(name: str) -> Any:
     return c10d._resolve_process_group(name)
 
 
-def prefix_store(prefix: str, store: Any) -> Any:
-    """Returns a view of ``store`` that adds ``prefix`` to each key."""
-    return dist.distributed_c10d.PrefixStore(prefix, store)
-
-
 def backend_and_store(group: Any) -> tuple[Any, Any]:
     """Returns the backend's name and the store of a live group."""
     return dist.distributed_c10d._world.pg_map[group]
 
 
 def timeout_of(group: Any) -> timedelta:
-    """Returns the time-out of the group's collectives, or of its store if the backend has none."""
-    timeouts = (options._timeout for options in _all_options(group))
+    """Returns the timeout of the group's collectives, or of its store if the backend has none."""
+    backends = (group._get_backend(device) for device in group._device_types)
+    options = (getattr(backend, "options", None) for backend in backends)  # some backends have none
+    timeouts = (found._timeout for found in options if found is not None)
     return next(timeouts, None) or backend_and_store(group)[1].timeout  # type: ignore[no-any-return]
 
 
 def is_gloo_on_cpu(group: Any) -> bool:
-    """Returns whether gloo carries the CPU tensors of ``group``."""
+    """Returns whether the group sends CPU tensors through gloo."""
     try:
         return bool(group._get_backend(torch.device("cpu")).name() == "gloo")
     except (AttributeError, RuntimeError):  # no backend for CPU tensors, or a stand-in for a group
         return False
 
 
-def device_of(world: Any) -> Any:
+def bound_device(world: Any) -> Any:
     """Returns the device that the default group ``world`` binds NCCL to, or None."""
     return world.bound_device_id
 
 
 def make_group(
-    world: Any,
-    ranks: Sequence[int],
-    model: Any,
-    store: Any,
-    name: str,
-    device: Any,
-    splits: bool,
-    backend: str | None = None,
+    ranks: Sequence[int], model: Any, store: Any, name: str, device: Any = None, backend: str | None = None
 ) -> Any:
-    """Makes a group of ``ranks`` with the options and time-out of the group ``model``; all of them call this.
+    """Creates a group with the backend and timeout of the group ``model``. All ``ranks`` make this call.
 
     Args:
-        world: the default group of the job.
         device: the device that NCCL is bound to in the job, or None.
-        splits: with a device, whether to split NCCL's communicator off the job's instead of making a new one.
-        backend: a backend other than that of ``model``.
+        backend: overrides the backend of ``model``.
     """
-    with _splitting(world, device, splits):
+    world: Any = dist.group.WORLD
+    with _unbound(world, device):
         group, _ = dist.distributed_c10d._new_process_group_helper(
             len(ranks),
             list(ranks).index(world.rank()),
@@ -96,45 +84,28 @@ def make_group(
             backend or backend_and_store(model)[0],
             store,
             name,  # type: ignore[arg-type]
-            backend_options=None if backend else _nccl_options(model),
             timeout=timeout_of(model),
-            device_id=device if splits else None,
             group_desc="bagua_syncbn",
         )
     dist.distributed_c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     return group
 
 
-_binding = Lock()
+_unbinding = Lock()
 
 
 @contextmanager
-def _splitting(world: Any, device: Any, splits: bool) -> Iterator[None]:
-    """Context in which torch splits new communicators off the job's if ``splits``: it does so if a device is bound."""
+def _unbound(world: Any, device: Any) -> Iterator[None]:
+    """Keeps torch from splitting new NCCL communicators off the job's, which would need all ranks of the job.
+
+    It splits them if the default group is bound to a device.
+    """
     if device is None:
         yield
         return
-    with _binding:
-        world.bound_device_id = device if splits else None
+    with _unbinding:
+        world.bound_device_id = None
         try:
             yield
         finally:
             world.bound_device_id = device
-
-
-def _all_options(group: Any) -> list[Any]:
-    backends = (group._get_backend(device) for device in group._device_types)
-    options = (getattr(backend, "options", None) for backend in backends)  # some backends have none
-    return [found for found in options if found is not None]
-
-
-def _nccl_options(group: Any) -> Any:
-    """Returns a copy of the group's NCCL options, or None without NCCL."""
-    if not dist.is_nccl_available():
-        return None
-    for options in _all_options(group):
-        if isinstance(options, dist.ProcessGroupNCCL.Options):
-            options = copy.deepcopy(options)
-            options.split_from = None  # type: ignore[assignment]
-            return options
-    return None

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from bagua_syncbn.communicators import TorchCommunicator
-from bagua_syncbn.communicators.c10d import communicator_of
 from bagua_syncbn.communicators.shared import SharedCommunicator
+from bagua_syncbn.groups import spec_of
 
 from ..peers import Maker
 from ..recorded import Case, Results, marked, of_section, table
@@ -26,7 +26,7 @@ def measure(size: int, job: dict[str, Any], makers: dict[str, Maker], device: to
     torch.set_num_threads(1)
     group = dist.new_group()
     communicators = {"collectives": TorchCommunicator(group)}
-    shared = communicator_of(group)
+    shared = spec_of(group).communicator()
     if isinstance(shared, SharedCommunicator):
         communicators["shared memory"] = shared
     packed = torch.zeros(size // 4)

@@ -3,7 +3,6 @@
 
 #include <fcntl.h>
 #include <linux/futex.h>
-#include <linux/memfd.h>
 #include <pthread.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -11,7 +10,6 @@
 #include <time.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
@@ -45,16 +43,12 @@ struct alignas(kLine) RankState {
 
 namespace {
 
-[[noreturn]] void fail(const char* call, int error) {
-  throw std::runtime_error(std::string(call) + ": " + std::system_category().message(error));
-}
-
-void check(bool succeeded, const char* call) {
-  if (!succeeded) fail(call, errno);
+void check(bool succeeded, const char* call, int error = errno) {
+  if (!succeeded) throw std::runtime_error(std::string(call) + ": " + std::system_category().message(error));
 }
 
 Word forks{0};  // number of forks between the process that loaded the library and this one
-const int registered = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1); });
+[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1); });
 
 struct flock lock_of(int rank) {
   struct flock lock = {};
@@ -94,42 +88,29 @@ std::string Message::text() const {
   return verb + std::to_string(numel) + (itemsize == 4 ? " float32" : " float64");
 }
 
-Segment::Segment(std::vector<int32_t> members, int rank)
-    : members_(std::move(members)), rank_(rank), forks_(forks.load()) {
-  if (registered != 0) fail("pthread_atfork", registered);
-}
+Segment::Segment(std::vector<int32_t> members, Options options, int rank)
+    : members_(std::move(members)), options_(options), rank_(rank), forks_(forks.load()) {}
 
-std::unique_ptr<Segment> Segment::make(const std::string& name, std::vector<int32_t> members) {
-  constexpr unsigned kNoExec = 8;  // MFD_NOEXEC_SEAL of Linux 6.3, which some systems require and older ones refuse
-  std::unique_ptr<Segment> segment(new Segment(std::move(members), 0));
-  int& descriptor = segment->descriptor_;
-  descriptor = memfd_create(name.c_str(), MFD_CLOEXEC | kNoExec);
-  if (descriptor < 0 && errno == EINVAL) descriptor = memfd_create(name.c_str(), MFD_CLOEXEC);
-  check(descriptor >= 0, "memfd_create");
-  check(fchmod(descriptor, 0600) == 0, "fchmod");
-  // Reserves zeroed memory: without it, a write to a page that the system cannot provide would kill the process.
-  const auto bytes = static_cast<off_t>(segment->ranks() * sizeof(RankState));
-  const int error = posix_fallocate(descriptor, 0, bytes);
-  if (error != 0) fail("posix_fallocate", error);
-  segment->map();
-  return segment;
-}
-
-std::unique_ptr<Segment> Segment::open(const std::string& name, std::vector<int32_t> members, int rank,
-                                       const std::string& place) {
-  std::unique_ptr<Segment> segment(new Segment(std::move(members), rank));
-  char found[256] = {};
-  check(readlink(place.c_str(), found, sizeof(found) - 1) >= 0, "readlink");
-  if (std::string(found) != "/memfd:" + name + " (deleted)")
-    throw std::runtime_error("another file is at the place of the segment");
-  segment->descriptor_ = ::open(place.c_str(), O_RDWR | O_CLOEXEC);
-  check(segment->descriptor_ >= 0, "open");
-  segment->map();
-  return segment;
-}
-
-void Segment::map() {
-  void* address = mmap(nullptr, ranks() * sizeof(RankState), PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, 0);
+// Delegates, so that the destructor runs if the body throws.
+Segment::Segment(const std::string& name, std::vector<int32_t> members, Options options, int rank,
+                 const std::string& place)
+    : Segment(std::move(members), options, rank) {
+  const size_t bytes = ranks() * sizeof(RankState);
+  if (rank == 0) {
+    descriptor_ = memfd_create(name.c_str(), MFD_CLOEXEC);
+    check(descriptor_ >= 0, "memfd_create");
+    check(fchmod(descriptor_, 0600) == 0, "fchmod");
+    // Reserves zeroed memory: without it, a write to a page that the system cannot provide would kill the process.
+    const int error = posix_fallocate(descriptor_, 0, static_cast<off_t>(bytes));
+    check(error == 0, "posix_fallocate", error);
+  } else {
+    char found[256] = {};
+    check(readlink(place.c_str(), found, sizeof(found) - 1) >= 0, "readlink");
+    if (found != "/memfd:" + name + " (deleted)") throw std::runtime_error("a different file is at the given place");
+    descriptor_ = open(place.c_str(), O_RDWR | O_CLOEXEC);
+    check(descriptor_ >= 0, "open");
+  }
+  void* address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, 0);
   check(address != MAP_FAILED, "mmap");
   states_ = static_cast<RankState*>(address);
   const struct flock lock = lock_of(rank_);
@@ -152,17 +133,10 @@ bool Segment::is_in_child() const {
   return forks.load(std::memory_order_relaxed) != forks_;
 }
 
-void Segment::start(double seconds, bool spins, bool watches) {
-  seconds_ = seconds;
-  spins_ = spins;
-  watches_ = watches;
-}
-
 void Segment::publish(const Message& message, const void* payload) {
-  if (published_ - collected_ == kMaxPending) {
-    throw std::runtime_error("process_group: " + std::to_string(kMaxPending) +
-                             " messages are pending; wait for them before beginning another one");
-  }
+  if (message.bytes() > kSlotBytes) throw std::runtime_error("packed: the message is too large for shared memory");
+  if (published_ - collected_ == kMaxPending)
+    throw std::runtime_error("process_group: too many messages are pending; wait for them first");
   Slot& slot = states_[rank_].slot(++published_);
   slot.message = message;
   if (message.bytes() > 0) std::memcpy(slot.payload, payload, message.bytes());
@@ -177,7 +151,7 @@ bool Segment::poll() const {
   for (int rank = 0; rank < ranks(); ++rank) {
     const Word& word = states_[rank].slot(sequence).sequence;
     for (int i = 1; word.load(std::memory_order_acquire) != sequence; ++i) {
-      if (!spins_) return false;
+      if (!options_.spins) return false;
       if (end == Clock::time_point()) end = Clock::now() + kSpin;  // for all ranks
       if (i % 16 == 0 && Clock::now() >= end) return false;
       relax();
@@ -188,7 +162,7 @@ bool Segment::poll() const {
 
 void Segment::sleep(const std::function<bool()>& is_interrupted) {
   const uint32_t sequence = collected_ + 1;
-  const auto end = Clock::now() + std::chrono::duration<double>(seconds_);
+  const auto end = Clock::now() + std::chrono::duration<double>(options_.seconds);
   for (int rank = 0; rank < ranks(); ++rank) {
     RankState& peer = states_[rank];
     Slot& slot = peer.slot(sequence);
@@ -203,11 +177,11 @@ void Segment::sleep(const std::function<bool()>& is_interrupted) {
       struct flock lock = lock_of(rank);
       const bool is_locked = fcntl(descriptor_, F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
       if (slot.sequence.load(std::memory_order_acquire) == sequence) break;
-      problem = has_left                 ? "has left it after an error, or destroyed it"
-                : watches_ && !is_locked ? "has ended or closed its files"
-                : Clock::now() >= end    ? "did not come within the time-out"
-                : is_interrupted()       ? "did not come before the wait was interrupted"
-                                         : nullptr;
+      problem = has_left                         ? "has left it after an error, or destroyed it"
+                : options_.watches && !is_locked ? "has ended or closed its files"
+                : Clock::now() >= end            ? "did not come within the timeout"
+                : is_interrupted()               ? "did not come before the wait was interrupted"
+                                                 : nullptr;
     }
     if (problem == nullptr) continue;
     leave();
@@ -218,14 +192,11 @@ void Segment::sleep(const std::function<bool()>& is_interrupted) {
 void Segment::collect(void* target) {
   const uint32_t sequence = ++collected_;
   const Message& own = states_[rank_].slot(sequence).message;
-  const auto equals_own = [&](RankState& peer) { return peer.slot(sequence).message == own; };
-  if (!std::all_of(states_, states_ + ranks(), equals_own)) {
-    std::string sent = "the ranks of a group sent different messages:";
-    for (int rank = 0; rank < ranks(); ++rank) {
-      const std::string number = std::to_string(members_[rank]);
-      sent += (rank ? "; rank " : " rank ") + number + ": " + states_[rank].slot(sequence).message.text();
-    }
-    throw std::runtime_error(sent);
+  for (int rank = 0; rank < ranks(); ++rank) {
+    const Message& message = states_[rank].slot(sequence).message;
+    if (message == own) continue;
+    throw std::runtime_error("the ranks of a group sent different messages: rank " + std::to_string(members_[rank]) +
+                             " " + message.text() + ", rank " + std::to_string(members_[rank_]) + " " + own.text());
   }
   if (own.numel == 0) return;  // `target` may be null
   for (int rank = 0; rank < ranks(); ++rank) {

@@ -1,20 +1,19 @@
-// Shared memory through which the ranks of a group on one host exchange messages. Independent of torch and Python.
+// Shared memory in which ranks on a host exchange messages. Independent of torch and Python.
 //
 // Each rank has kTurns slots. Message n goes into slot n % kTurns: a rank writes the payload and its description, then
 // stores the sequence number with release. Its peers load the sequence number with acquire, then read.
 //
-// A rank publishes at most kMaxPending messages before it collects one. Its peers are then at most 2 * kMaxPending - 1
-// messages ahead, so 2 * kMaxPending slots never overwrite an unread message. A rank that raises publishes two messages
-// and collects neither: that it raised, and why.
+// A rank publishes at most kMaxPending messages before it collects the first. Peers are then at most
+// 2 * kMaxPending - 1 messages ahead, so 2 * kMaxPending slots never overwrite an unread message. A rank that raises
+// publishes two messages and does not collect them: a probe and the error's text.
 //
-// The memory has no name in any file system, so it disappears with its processes: the other ranks open the file
-// descriptor of rank 0 through /proc. Each rank holds a record lock on one byte of the file. The kernel releases the
-// lock when the process ends, and forked children do not inherit it.
+// The memory has no name in any file system, so it disappears with the processes: peers open the file descriptor of
+// rank 0 through /proc. Each rank holds a record lock on one byte of the file. The kernel releases the lock when the
+// process ends, and forked children do not inherit it.
 #pragma once
 
 #include <cstdint>
 #include <functional>
-#include <memory>
 #include <string>
 #include <vector>
 
@@ -26,7 +25,7 @@ constexpr uint32_t kTurns = 2 * kMaxPending;
 
 enum Kind : int32_t { kGather, kSum };
 
-// Description of a message. All ranks must send the same.
+// Description of a message, which must be the same on all ranks.
 struct Message {
   int32_t kind = kGather;
   int32_t itemsize = 4;  // 4 for float32, 8 for float64
@@ -39,39 +38,39 @@ struct Message {
   std::string text() const;
 };
 
+struct Options {
+  double seconds = 0;   // timeout of sleep()
+  bool spins = false;   // whether poll() spins, which pays off only if each rank has a core
+  bool watches = true;  // whether sleep() detects ranks that ended; false if ranks are threads
+};
+
 struct RankState;
 
 // One rank's view of the shared memory. Not thread-safe. Errors are std::runtime_error.
 class Segment {
  public:
-  // `members` are the ranks' numbers in error messages. `name` is random, so a file at `place` with this name is the
-  // memory that rank 0 made.
-  static std::unique_ptr<Segment> make(const std::string& name, std::vector<int32_t> members);
-  static std::unique_ptr<Segment> open(const std::string& name, std::vector<int32_t> members, int rank,
-                                       const std::string& place);
+  // Rank 0 creates the memory; its peers open it at rank 0's `place`, before the first message. `members` are the
+  // ranks' numbers in error messages. `name` is random, so a file with this name is the right memory.
+  Segment(const std::string& name, std::vector<int32_t> members, Options options, int rank, const std::string& place);
   ~Segment();
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
 
-  std::string place() const;  // for open() in another process
+  std::string place() const;  // path of the memory in other processes
 
-  // Called once, when all ranks have opened the memory. `seconds`: time-out of sleep(). `spins`: poll() spins, which
-  // only pays off if each rank has a core. `watches`: sleep() detects ranks that ended; false if ranks are threads.
-  void start(double seconds, bool spins, bool watches = true);
-
-  // Writes a message without waiting. Raises if kMaxPending messages are not collected yet.
+  // Writes a message without waiting. Raises if it is too large, or if kMaxPending messages are not collected yet.
   void publish(const Message& message, const void* payload);
   bool has_pending() const { return published_ != collected_; }
 
   // Returns whether the next message of every rank is here. Spins for a short time.
   bool poll() const;
-  // Waits until it is. Raises if a rank ended, left or is late, or if `is_interrupted`, called ten times a second,
-  // returns true. This rank has then left.
+  // Waits for it. Raises if a rank ended, left or is late, or if `is_interrupted`, called ten times a second, returns
+  // true. This rank has then left.
   void sleep(const std::function<bool()>& is_interrupted);
   // Writes the messages, or their sum in rank order, to `target`, after poll() or sleep(). Raises if they differ.
   void collect(void* target);
 
-  // Makes the other ranks stop waiting for this one.
+  // Ends the waits of peers for this rank.
   void leave();
 
   int ranks() const { return static_cast<int>(members_.size()); }
@@ -79,17 +78,15 @@ class Segment {
   bool is_in_child() const;  // in a process forked after construction
 
  private:
-  Segment(std::vector<int32_t> members, int rank);
-  void map();  // and takes the lock of this rank
+  Segment(std::vector<int32_t> members, Options options, int rank);
 
   const std::vector<int32_t> members_;
+  const Options options_;
   const int rank_;
   const uint32_t forks_;
   int descriptor_ = -1;
   RankState* states_ = nullptr;
   uint32_t published_ = 0, collected_ = 0;
-  bool watches_ = false, spins_ = false;
-  double seconds_ = 0;
 };
 
 }  // namespace bagua_syncbn::exchange

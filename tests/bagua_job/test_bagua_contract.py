@@ -1,18 +1,20 @@
-"""The contract over Bagua's communicator."""
+"""The contract over Bagua's communicator: ranks equal one process."""
 
-# ruff: noqa: F401 - pytest runs the imported tests
+import pytest
+import torch
 
-from tests.contract.test_accumulation import test_accumulation_takes_uneven_and_empty_micro_batches
-from tests.contract.test_contract import (
-    test_ranks_equal_one_process,
-    test_ranks_equal_one_process_in_drawn_cases,
-    test_ranks_equal_one_process_with_each_option,
-    test_ranks_with_masks_equal_one_process,
-)
-from tests.contract.test_ways import test_recomputation_uses_the_original_call
-from tests.step.test_double_backward import test_third_derivatives_equal_one_process
-from tests.step.test_forward_in_backward import test_a_forward_inside_backward_is_a_new_call
-from tests.step.test_fused import test_fused_ranks_equal_the_formula_in_one_process
-from tests.step.test_recomputation import test_recomputed_calls_send_nothing
-from tests.step.test_recompute_outputs import test_recomputed_outputs_are_the_same_bits
-from tests.step.test_transforms import test_transforms_over_ranks_equal_one_process
+from tests.helpers.cases import Case, check
+
+CASES = [
+    Case((3, 5), (4, 6), torch.float32, options={"momentum": None}),
+    Case((2, 0, 3), (2, 5, 6), torch.float64, residual=True, options={"activation": "relu"}),
+    Case((4, 3), (3, 7), torch.float64, masks="lengths", zero_masked=True),
+    Case((3, 4), (3, 5), torch.float64, order=3),
+    *(Case((3, 4), (2, 5, 6), torch.float32, way=way) for way in ("function", "checkpointed", "recomputed")),
+    Case((3, 4), (3, 5), torch.float64, way="accumulated"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_ranks_equal_one_process(pool, case):
+    check(pool, case)

@@ -48,16 +48,15 @@ def train(algorithm):
     optimizer, local_optimizer = make_optimizer(model, algorithm), make_optimizer(local)
     bagua_syncbn.with_bagua(model, [optimizer], make_algorithm(algorithm, optimizer))
     for step in range(5):
-        input, target = torch.randn(6, 4).cuda(), torch.randn(6, 2).cuda()
+        input, target = torch.randn(6, 3, 8, 8).cuda(), torch.randn(6, 5).cuda()
         for net, its, ranks in ((model, optimizer, 1), (local, local_optimizer, 2)):
             its.zero_grad()
-            loss = F.mse_loss(net(input.repeat(ranks, 1)), target.repeat(ranks, 1))
+            loss = F.mse_loss(net(input.repeat(ranks, 1, 1, 1)), target.repeat(ranks, 1))
             loss.backward()
             its.step()
             assert loss.isfinite()
         if step == 0:  # later, some algorithms differ
             torch.testing.assert_close(model[1].running_var, local[1].running_var)
-            torch.testing.assert_close(model[4].running_mean, local[4].running_mean)
     if algorithm == "async":
         model.bagua_algorithm.abort(model)
     assert model[1].num_batches_tracked.item() == 5

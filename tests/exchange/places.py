@@ -1,4 +1,4 @@
-"""Ranks that claim to be on several hosts; ``test_hosts.py`` has real ones."""
+"""Ranks that claim to be on several hosts; ``test_hosts.py`` has real hosts."""
 
 from unittest.mock import patch
 
@@ -7,20 +7,16 @@ import torch
 import torch.distributed as dist
 
 from bagua_syncbn.communicators import TorchCommunicator, hosts, shared
-from bagua_syncbn.communicators.c10d import communicator_of
+from tests.helpers.own_groups import communicator_of
 
 needs_shared_memory = pytest.mark.skipif(bool(shared.problem()), reason=shared.problem() or "none")
 COMMUNICATORS = {True: shared.SharedCommunicator, False: hosts.HostsCommunicator}
 
 
 def over(places, group=None, **options):
-    """Returns the communicator of a group whose rank r is on host ``places[r]``, as in "aabb"."""
-    group = group or dist.new_group(**options)
-    if len(set(places)) == 1:
-        return communicator_of(group)
-    apart = patch.object(shared, "share", lambda *_: ("on other hosts", None))  # only for the group as a whole
-    with apart, patch.object(hosts, "host_name", lambda: (places[dist.get_rank()], "")):
-        return communicator_of(group)
+    """Returns the layers' communicator of a group whose rank r is on host ``places[r]``, as in "aabb"."""
+    with patch.object(hosts, "host_name", lambda: (places[dist.get_rank()], "")):
+        return communicator_of(group or dist.new_group(**options))
 
 
 def is_over(places, communicator):

@@ -118,11 +118,11 @@ void run_rank(Segment& rank, uint32_t messages, unsigned seed) {
 void run_threads(int ranks, uint32_t messages, unsigned seed, bool spins) {
   const std::vector<int32_t> members(ranks);
   std::vector<SegmentPtr> all;
-  all.push_back(Segment::make("stress", members));
-  for (int rank = 1; rank < ranks; ++rank) all.push_back(Segment::open("stress", members, rank, all[0]->place()));
+  const Options options{20, spins, false};
+  for (int rank = 0; rank < ranks; ++rank)
+    all.push_back(std::make_unique<Segment>("stress", members, options, rank, rank ? all[0]->place() : ""));
   std::vector<std::thread> threads;
   for (SegmentPtr& rank : all) {
-    rank->start(20, spins, false);
     threads.emplace_back([&rank, messages, seed] { run_rank(*rank, messages, seed); });
   }
   for (std::thread& thread : threads) thread.join();
@@ -133,20 +133,19 @@ template <typename Body>
 std::string error_beside(const Body& body, double seconds = 3) {
   int opened[2];
   expect(pipe(opened) == 0, "pipe");
-  const SegmentPtr rank = Segment::make("deaths", {0, 1});
+  Segment rank("deaths", {0, 1}, {seconds, true}, 0, "");
   const pid_t child = fork();
   if (child == 0) {
-    expect(rank->is_in_child(), "a fork is not detected");
-    const SegmentPtr own = Segment::open("deaths", {0, 1}, 1, rank->place());
+    expect(rank.is_in_child(), "a fork is not detected");
+    Segment own("deaths", {0, 1}, {}, 1, rank.place());
     expect(write(opened[1], "x", 1) == 1, "write");
-    body(*own);
+    body(own);
     _exit(0);
   }
   char byte;
   expect(read(opened[0], &byte, 1) == 1, "read");
-  rank->start(seconds, true);
-  rank->publish(Message(), nullptr);
-  const std::string error = error_of([&] { receive(*rank, nullptr); });
+  rank.publish(Message(), nullptr);
+  const std::string error = error_of([&] { receive(rank, nullptr); });
   kill(child, SIGKILL);
   waitpid(child, nullptr, 0);
   return error;
@@ -180,7 +179,7 @@ void run_deaths() {
   expect(error_beside(leaves) == "rank 1 of the group has left it after an error, or destroyed it", "a rank that left");
   const auto late = Clock::now();
   const auto sleeps = [](Segment&) { pause(); };
-  expect(error_beside(sleeps, 0.3) == "rank 1 of the group did not come within the time-out", "a rank that is late");
+  expect(error_beside(sleeps, 0.3) == "rank 1 of the group did not come within the timeout", "a rank that is late");
   expect(seconds_since(late) < 2, "a time-out is noticed late");
 }
 

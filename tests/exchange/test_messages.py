@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import Mock, patch
@@ -14,10 +13,11 @@ import torch
 import torch.distributed as dist
 
 from bagua_syncbn import SyncBatchNorm
-from bagua_syncbn.communicators import TorchCommunicator, shared
-from bagua_syncbn.communicators.c10d import communicator_of
+from bagua_syncbn.communicators import TorchCommunicator, hosts, shared
 from tests.exchange.places import have_same_bits, is_over, needs_shared_memory, over
+from tests.helpers.cases import Case, compare, run_rank
 from tests.helpers.observed import GATHER, collectives
+from tests.helpers.own_groups import communicator_of
 from tests.helpers.told import message_of
 
 pytestmark = needs_shared_memory
@@ -96,25 +96,6 @@ def test_infinities_and_nan_arrive_on_all_hosts():
     assert communicator.all_gather(packed)[:, 2].isnan().tolist() == [False, False, False, True]
 
 
-@pytest.mark.ranks(4)
-def test_two_threads_may_use_two_groups():
-    communicators, results = [over("aabb"), over("abab")], {}
-    rank = dist.get_rank()
-
-    def send(number):
-        values = [communicators[number].all_gather(torch.tensor([10.0 * number + rank + n])) for n in range(50)]
-        results[number] = torch.stack(values)[..., 0]
-
-    threads = [threading.Thread(target=send, args=(number,)) for number in ((0, 1) if rank % 2 else (1, 0))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for number in (0, 1):
-        expected = 10 * number + torch.arange(4) + torch.arange(50)[:, None]
-        assert torch.equal(results[number], expected.float())
-
-
 # Agreement
 
 
@@ -148,12 +129,12 @@ def test_a_host_for_each_rank_needs_no_shared_memory():
 
 @pytest.mark.ranks(2)
 def test_a_file_that_is_not_the_groups_memory_is_refused():
-    """Rank 0 names the place of another file, and then that of another group's memory."""
+    """Rank 0 sends the place of an unrelated file, and of an unrelated group's memory."""
     native = shared.native_library()
     with Path(os.devnull).open() as file:
-        other, place = native.create_segment("bagua_syncbn:other", bytes(8))
+        other, place = native.map_segment("bagua_syncbn:other", bytes(8), 1.0, False, 0, "")
         for wrong in (f"/proc/{os.getpid()}/fd/{file.fileno()}", place):
-            lying = Mock(create_segment=Mock(return_value=(other, wrong)))
+            lying = Mock(map_segment=Mock(return_value=(other, wrong)))
             patched = patch.object(shared, "native_library", Mock(return_value=lying))
             with patched if dist.get_rank() == 0 else nullcontext():
                 assert type(communicator_of(dist.new_group())) is TorchCommunicator
@@ -161,21 +142,21 @@ def test_a_file_that_is_not_the_groups_memory_is_refused():
 
 @pytest.mark.ranks(4)
 def test_the_log_says_how_messages_travel_and_why():
-    with patch.object(shared, "_log") as log:
+    with patch.object(hosts, "_log") as log:
         communicator_of(dist.new_group())
         over("aabb")
         communicator_of(dist.new_group(backend="fake"))
     lines = [call.args[0] % call.args[1:] for call in log.debug.call_args_list]
-    for text in ("shared memory", "shared memory on each of 2 hosts", "its messages on CPU do not go over gloo"):
+    for text in ("shared memory", "its CPU messages do not go over gloo"):
         assert any(f"rank {dist.get_rank()} of 4: through" in line and text in line for line in lines)
 
 
 NAMESPACES = {"mount": ["unshare", "-m"], "process": ["unshare", "--fork", "-p", "--mount-proc"]}
 PROGRAM = """
 import sys, torch, torch.distributed as dist
-from bagua_syncbn.communicators.c10d import communicator_of
+from bagua_syncbn.groups import spec_of
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
-communicator = communicator_of(dist.group.WORLD)
+communicator = spec_of(None).communicator()
 print(type(communicator).__name__, communicator.all_reduce(torch.ones(3)).tolist())
 dist.destroy_process_group()
 """
@@ -196,27 +177,16 @@ def test_ranks_in_different_namespaces_agree(tmp_path, namespace, way):
 # Layers
 
 
-@pytest.mark.ranks(5, new_job=True)
+CASE = Case((3, 0, 5, 1, 2), (6,), torch.float64)
+
+
+def train_over(places):
+    return run_rank(CASE, over(places))
+
+
 @pytest.mark.parametrize("places", ["abacb", "aabbb"])
-def test_a_layer_over_hosts_equals_one_process(places):
-    rank, generator = dist.get_rank(), torch.Generator().manual_seed(3)
-    batches, grads = (
-        [torch.randn(samples, 6, generator=generator, dtype=torch.float64) + 2 for samples in (3, 0, 5, 1, 2)]
-        for _ in range(2)
-    )
-    first = sum(map(len, batches[:rank]))
-    results = []
-    for layer, x, grad, part in (
-        (SyncBatchNorm(6, process_group=over(places)), batches[rank], grads[rank], slice(None)),
-        (torch.nn.BatchNorm1d(6), torch.cat(batches), torch.cat(grads), slice(first, first + len(batches[rank]))),
-    ):
-        layer, x = layer.double(), x.clone().requires_grad_()
-        for _ in range(3):
-            x.grad = None
-            y = layer(x)
-            y.backward(grad)
-        results.append([y[part], x.grad[part], layer.running_mean, layer.running_var])
-    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+def test_a_layer_over_hosts_equals_one_process(pool, places):
+    compare(CASE, pool.run(train_over, 5, places))
 
 
 def compiled_and_eager_calls(places):

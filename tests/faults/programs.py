@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 import bagua_syncbn
-from bagua_syncbn.communicators.c10d import communicator_of
+from bagua_syncbn.groups import spec_of
 from tests.helpers.told import message_of
 
 STEPS = 3
@@ -111,7 +111,7 @@ def own_group(seconds: float = 300.0) -> Iterator[Any]:
     """Yields a communicator for a new group of all ranks."""
     group = dist.new_group(timeout=timedelta(seconds=seconds))
     try:
-        yield communicator_of(group)
+        yield spec_of(group).communicator()
     finally:
         dist.destroy_process_group(group)
 

@@ -219,7 +219,7 @@ def join_nccl(store, rank, size):
 
 
 def train_on_own_gpu(shares, fuses):
-    """Trains with layers in the job's group, or in a group that is split from it."""
+    """Trains with layers in the job's group, or in a separate group."""
     group = TorchCommunicator(dist.group.WORLD) if shares else None
     return train_with_ddp(dist.get_rank(), group, fuses)
 
@@ -356,10 +356,10 @@ def test_nccls_progress_is_known(two_gpus):
 
 
 def test_the_layers_own_group_of_one_rank(nccl):
-    """Layers split their own group from the job's; a step over it works like a step over the job's group."""
+    """A step over the layers' group works like a step over the job's group."""
     job = jobs.job_of(dist.group.WORLD)
-    group = job.layers_group((0,))
-    assert group is job.layers_group((0,)) is not dist.group.WORLD
+    group = job.layers_communicator(None).group
+    assert group is job.layers_communicator(None).group is not dist.group.WORLD
     assert dist.get_backend(group) == dist.get_backend()
     layer = bagua_syncbn.SyncBatchNorm2d(6, process_group=OneRankGroup(group), device="cuda")
     steps = torch.randn(2, 2, 8, 6, 20, 20, device="cuda").unbind()

@@ -1,4 +1,4 @@
-"""The groups that layers make for themselves, and jobs with chosen time-outs."""
+"""The layers' groups, and jobs with chosen timeouts."""
 
 from datetime import timedelta
 
@@ -14,7 +14,7 @@ from bagua_syncbn.groups import EVERYONE, spec, spec_of
 
 def forget_groups():
     job = jobs.job_of(dist.group.WORLD)
-    for known in (job._own_ranks, job._made, job._given):
+    for known in (job._ranks, job._communicators):
         known.clear()
     spec._ready.clear()
     EVERYONE._communicator = None
@@ -26,14 +26,14 @@ def communicator_of(process_group=None):
 
 
 def mean_over(process_group):
-    """Returns the batch mean of a layer with ``process_group`` if the input of each rank is its number."""
+    """Returns the batch mean of a layer with ``process_group`` if each rank's input is its number."""
     layer = SyncBatchNorm(1, momentum=1.0, process_group=process_group)
     layer(torch.full((2, 1), float(dist.get_rank())))
     return layer.running_mean.item()
 
 
 def join(store, world_size, rank, seconds=300.0):
-    """Starts a job with a time-out of ``seconds``. ``store`` is a kind ("tcp" or "file") and a port or path."""
+    """Starts a job with a timeout of ``seconds``. ``store`` is a kind ("tcp" or "file") and a port or path."""
     dist.barrier()
     dist.destroy_process_group()
     kind, place = store
@@ -46,8 +46,8 @@ def join(store, world_size, rank, seconds=300.0):
     dist.init_process_group("gloo", store=keeper, rank=rank, world_size=world_size, timeout=timeout)
 
 
-class Meeting:
-    """Lets the ranks wait for each other longer than the time-out of their job allows. ``path`` names a new file."""
+class WaitingRoom:
+    """Lets ranks wait for each other longer than their job's timeout. ``path`` names a new file."""
 
     def __init__(self, path):
         self._store = dist.FileStore(path, dist.get_world_size())

@@ -37,11 +37,11 @@ class Room:
         self._lock, self._messages = threading.Lock(), defaultdict[int, _Message](_Message)
         self._last: int | None = None  # the last message of a rank that has left
 
-    def publish(self, number: int, rank: int, packed: Tensor, adds_up: bool) -> _Message:
+    def publish(self, number: int, rank: int, packed: Tensor, sums: bool) -> _Message:
         with self._lock:
             message = self._messages[number]
             message.rows[rank] = packed.clone()
-            message.kinds.add((adds_up, packed.numel(), packed.dtype))
+            message.kinds.add((sums, packed.numel(), packed.dtype))
             is_last = len(message.rows) == self.size
             if is_last:
                 del self._messages[number]
@@ -49,7 +49,7 @@ class Room:
                 message.ended.set()
         if is_last and len(message.kinds) == 1:
             rows = torch.stack([message.rows[rank] for rank in range(self.size)])
-            message.result = rows.sum(0) if adds_up else rows
+            message.result = rows.sum(0) if sums else rows
         elif is_last:
             self.why = f"the ranks send {message.kinds}"
         if is_last:
@@ -92,10 +92,10 @@ class ThreadCommunicator(TorchCommunicator):
     def group(self) -> Any:
         return self
 
-    def _begin(self, packed: Tensor, adds_up: bool) -> _Sent:
-        self.sent.append(("sum" if adds_up else "gather", packed.nbytes))
-        message = self._room.publish(len(self.sent), self.rank, packed, adds_up)
-        return _Sent(self._room, message, packed if adds_up else None)
+    def _begin(self, packed: Tensor, sums: bool) -> _Sent:
+        self.sent.append(("sum" if sums else "gather", packed.nbytes))
+        message = self._room.publish(len(self.sent), self.rank, packed, sums)
+        return _Sent(self._room, message, packed if sums else None)
 
     def begin_all_gather(self, packed: Tensor) -> AsyncCollective:
         return self._begin(packed, False)

@@ -35,14 +35,21 @@ def make_optimizer(model):
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def train(model, optimizer, sizes, rank):
-    """Returns the state after training on this rank's share. DDP averages gradients to the whole batch's gradient."""
-    for inputs, targets in make_batches(sum(sizes)):
-        input, target = inputs.split(sizes)[rank], targets.split(sizes)[rank]
-        loss = (model(input) - target).square().sum() * len(sizes) / inputs.size(0)
+def steps(model, optimizer, sizes, rank):
+    """Trains on this rank's share, a step per item. DDP averages gradients to the whole batch's gradient."""
+    for batch in make_batches(sum(sizes)):
+        input, target = (part.split(sizes)[rank].to(next(model.parameters()).dtype) for part in batch)
+        loss = (model(input) - target).square().sum() * len(sizes) / sum(sizes)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        yield loss
+
+
+def train(model, optimizer, sizes, rank):
+    """Returns the state after all steps."""
+    for _ in steps(model, optimizer, sizes, rank):
+        pass
     return model.state_dict()
 
 
@@ -51,13 +58,13 @@ def one_process(sizes):
     return train(model, make_optimizer(model), (sum(sizes),), 0)
 
 
-def check(states, sizes, prefix=""):
+def check(states, sizes, prefix="", tolerance=1e-9):
     expected = one_process(sizes)
     for rank, state in enumerate(states):
         assert set(state) == {prefix + name for name in expected}
         for name, value in expected.items():
             error = (state[prefix + name] - value).abs().max()
-            assert error < 1e-9, f"{name} of rank {rank} is off by {error:.1e}"
+            assert error < tolerance, f"{name} of rank {rank} is off by {error:.1e}"
 
 
 def through_file(model):

@@ -1,9 +1,9 @@
-"""Bagua's own lines without Bagua; tests/bagua_job/test_bagua_contrib.py runs them with Bagua."""
+"""Scripts for Bagua without Bagua; tests/bagua_job/test_bagua_contrib.py runs them with Bagua."""
 
 import sys
 from contextlib import contextmanager
 from importlib import import_module
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from unittest.mock import patch
 
 import pytest
@@ -70,11 +70,9 @@ def test_importing_contrib_adds_with_bagua_until_restored():
 def test_algorithms_that_need_bagua_cannot_be_imported_without_it():
     with imported():
         algorithms = import_module("bagua_syncbn.contrib.algorithms")
-        for name in ("bytegrad", "decentralized", "low_precision_decentralized", "q_adam", "async_model_average"):
+        for name in ("bytegrad", "q_adam"):
             with pytest.raises(ImportError, match=f"the algorithm {name} needs Bagua, .* only gradient_allreduce"):
                 getattr(algorithms, name)
-        with pytest.raises(ImportError, match="the algorithm bytegrad needs Bagua"):
-            from bagua_syncbn.contrib.algorithms import bytegrad  # noqa: F401
         assert not hasattr(algorithms, "another")
 
 
@@ -88,29 +86,21 @@ class ByteGradAlgorithm:
     pass
 
 
-def algorithms():
-    """Returns GradientAllReduceAlgorithm without Bagua, and a stand-in for Bagua's class."""
-    ours = import_module("bagua_syncbn.contrib.algorithms.gradient_allreduce").GradientAllReduceAlgorithm
-    theirs = type("GradientAllReduceAlgorithm", (), {"__init__": ours.__init__})
-    sys.modules["bagua.torch_api.algorithms.gradient_allreduce"] = SimpleNamespace(GradientAllReduceAlgorithm=theirs)
-    return ours, theirs
-
-
 def test_only_supported_algorithms_are_accepted():
     model = bagua_syncbn.SyncBatchNorm(2)
     with imported():
         gradient_allreduce = import_module("bagua_syncbn.contrib.algorithms.gradient_allreduce")
-        assert gradient_allreduce.GradientAllReduce is gradient_allreduce.GradientAllReduceAlgorithm
-        for cls in algorithms():
-            for algorithm in (cls, cls(), cls(hierarchical=True), "gradient_allreduce", None):
-                assert bagua_syncbn.with_bagua(model, [], algorithm) is model
-            for algorithm, name in [
-                (cls(average=False), "GradientAllReduceAlgorithm with average=False"),
-                (type("MyAllReduce", (cls,), {})(), "MyAllReduce"),
-                (ByteGradAlgorithm, "ByteGradAlgorithm"),
-                (ByteGradAlgorithm(), "ByteGradAlgorithm"),
-                ("bytegrad", "'bytegrad'"),
-                (3, "int"),
-            ]:
-                with pytest.raises(ValueError, match=f'algorithm: expected None, "gradient_allreduce" .*, got {name};'):
-                    model.with_bagua([torch.optim.SGD(model.parameters())], algorithm)
+        cls = gradient_allreduce.GradientAllReduceAlgorithm
+        assert gradient_allreduce.GradientAllReduce is cls
+        for algorithm in (cls, cls(), cls(hierarchical=True), "gradient_allreduce", None):
+            assert bagua_syncbn.with_bagua(model, [], algorithm) is model
+        for algorithm, name in [
+            (cls(average=False), "GradientAllReduceAlgorithm with average=False"),
+            (type("MyAllReduce", (cls,), {})(), "MyAllReduce"),
+            (ByteGradAlgorithm, "ByteGradAlgorithm"),
+            (ByteGradAlgorithm(), "ByteGradAlgorithm"),
+            ("bytegrad", "'bytegrad'"),
+            (3, "int"),
+        ]:
+            with pytest.raises(ValueError, match=f'algorithm: expected None, "gradient_allreduce" .*, got {name};'):
+                model.with_bagua([torch.optim.SGD(model.parameters())], algorithm)
