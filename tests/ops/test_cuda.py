@@ -70,6 +70,13 @@ def test_the_variance_of_equal_values_is_zero(emulated, shape):
         assert stats[shape[1] : 2 * shape[1]].eq(0).all()
 
 
+def test_the_variance_survives_a_large_mean_if_the_first_part_has_no_valid_values(emulated):
+    input, mask = torch.randn(1, 2, 40000).double() + 1e6, torch.zeros(1, 40000, dtype=torch.bool)
+    mask[:, 30000:31000] = True
+    stats, expected = (ops.batch_norm_stats(input, mask=mask) for ops in (emulated, reference))
+    torch.testing.assert_close(stats, expected, rtol=1e-8, atol=0)
+
+
 @pytest.mark.parametrize("ranks", [4, 8, 9, 32, 33, 600])
 def test_the_merge_of_many_ranks_has_the_same_bits_in_any_order(emulated, ranks):
     """Equal channels get equal bits. Numbers of ranks around a warp and around the ranks loaded at once."""
