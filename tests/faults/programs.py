@@ -188,14 +188,6 @@ def _on_this_rank_only(layer: Any, x: Tensor) -> Tensor:
     return layer(DTensor.from_local(x, mesh, [Partial()], run_check=False))  # type: ignore[no-any-return]
 
 
-def _repeated_too_often(layer: Any, x: Tensor) -> Tensor:
-    region = bagua_syncbn.Repeatable()
-    with region:
-        pass
-    with region:
-        return layer(x)  # type: ignore[no-any-return]
-
-
 class SyncBatchNorm1d(bagua_syncbn.SyncBatchNorm1d):
     """A class with a forward that raises."""
 
@@ -207,7 +199,6 @@ REFUSED = {
     "int64": lambda layer, x: layer(x.long()),
     "expected 8 channels": lambda layer, x: layer(x[:, 1:]),
     "DTensor": _on_this_rank_only,
-    "no more often than the first run": _repeated_too_often,
     "got NoneType": lambda layer, x: layer(None),
     "missing 1 required positional argument: 'input'": lambda layer, x: layer(),
     "a custom forward": SyncBatchNorm1d.forward,
