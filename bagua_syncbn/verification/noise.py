@@ -107,12 +107,10 @@ def measure_batch_noise(
     Args:
         module: the model in training mode, wrapped or not, converted or not. Layers in evaluation mode (e.g. frozen
             layers) are skipped.
-        batches: batches of this rank, a few hundred samples in total, as for :func:`recalibrate_statistics`.
         samples: samples per rank that the verdict assumes; None for the size of the largest batch.
         limit: the verdict is to synchronize if the noise exceeds this limit.
-        forward: called with each batch, runs the model; None for ``module(batch)``, or the first item of a batch.
-        device: moves batches before ``module`` is called; None does not. Excludes ``forward``.
-        process_group: the ranks that take part, as for :func:`sync_batch_norm`; None for the whole job.
+        batches, forward, device, process_group: as for :func:`recalibrate_statistics`, with a few hundred samples in
+            total.
 
     Returns:
         A :class:`~bagua_syncbn.verification.BatchNoise`: a verdict and a per-layer table as text, and
