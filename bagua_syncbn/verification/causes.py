@@ -40,10 +40,11 @@ def causes_of(difference: str, found: Comparison, model: nn.Module, actual: Step
 
 def _unsynchronized(found: Comparison, model: nn.Module, actual: Step) -> Iterator[str]:
     """Yields notes on modules with buffers that differ between ranks, and on unconverted layers."""
-    digests = found.ranks.gather({name: digest(own) for name, own in actual.items() if kind_of(name) == "buffer"})
+    buffers = {name: digest(tensor) for name, tensor in actual.items() if kind_of(name) == "buffer"}
+    differing = found.ranks.differing(buffers)
     for name, module in model.named_modules():
         path = f"buffer {name}." if name else "buffer "
-        unlike = [own for own in module._buffers if len({buffers.get(path + own) for buffers in digests}) > 1]
+        unlike = [buffer for buffer in module._buffers if path + buffer in differing]
         is_local = isinstance(module, _BatchNorm) and not isinstance(module, (SyncBatchNorm, nn.SyncBatchNorm))
         if unlike or (is_local and module.training):
             differ = f"; {', '.join(unlike)} differ between ranks after the step" if unlike else ""

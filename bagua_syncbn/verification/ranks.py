@@ -53,6 +53,12 @@ class Peers:
             dist.all_gather_object(gathered, value, group=self.group)
         return gathered
 
+    def differing(self, values: dict[str, Any]) -> list[str]:
+        """Returns the names whose ``values`` differ between ranks."""
+        by_rank = self.gather(values)
+        names = dict.fromkeys(name for of_rank in by_rank for name in of_rank)
+        return [name for name in names if any(of_rank.get(name) != values.get(name) for of_rank in by_rank)]
+
     def mean(self, tensor: Tensor) -> Tensor:
         """Returns the mean of ``tensor`` over ranks."""
         total = tensor.clone()

@@ -123,7 +123,7 @@ def verify_synchronization(
         if by_layer:
             compared, clone, batch = layers, partial(copied, layers), calls
             loss, merge = partial(_mean_of_sines, process_group), None
-        unlike = _unlike(ranks, compared)
+        unlike = ranks.differing(_state_of(compared))
         if unlike:
             others = (f"so do {', '.join(unlike[1:])}",) if unlike[1:] else ()
             return Verdict(ranks.size, "nothing", f"{unlike[0]} differs between ranks before the step", others)
@@ -159,14 +159,12 @@ def _check(model: Any) -> None:
         raise ValueError("model: expected training mode, got evaluation mode; call model.train() first")
 
 
-def _unlike(ranks: Peers, model: nn.Module) -> list[str]:
-    """Returns the names of parameters, buffers and modes that differ between ranks."""
-    facts: dict[str, Any] = {f"mode of module {name!r}": own.training for name, own in model.named_modules()}
-    for name, own in (*model.named_parameters(), *model.named_buffers()):
-        facts[name] = own.dtype, own.shape, is_distributed(own) or digest(own)
-    by_rank = ranks.gather(facts)
-    names = dict.fromkeys(name for own in by_rank for name in own)
-    return [name for name in names if any(own.get(name) != by_rank[0].get(name) for own in by_rank)]
+def _state_of(model: nn.Module) -> dict[str, Any]:
+    """Returns modes, parameters and buffers in a form that ranks can compare."""
+    state: dict[str, Any] = {f"mode of module {name!r}": module.training for name, module in model.named_modules()}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        state[name] = tensor.dtype, tensor.shape, is_distributed(tensor) or digest(tensor)
+    return state
 
 
 def _first_pass(model: nn.Module, batch: Any, loss: Loss, records: bool) -> tuple[Layers, list[Any]]:
