@@ -73,6 +73,7 @@ def test_ranks_with_masks_equal_one_process(pool, splits, zero_masked):
     kinds = itertools.product(SHAPES, ("random", "padded rank", "lengths"))
     kinds = [kind for kind in kinds if kind[1] != "lengths" or len(kind[0][0]) > 1]
     check(pool, *(Case(splits, shape, layout=layout, masks=masks, **given) for (shape, layout), masks in kinds))
+    check(pool, *(Case(splits, (3, 9), masks=masks, order=2, **given) for masks in ("random", "lengths")))
 
 
 LAYOUTS = {3: "channels_last", 4: "channels_last_3d"}  # by number of dimensions without samples
