@@ -234,7 +234,7 @@ def test_the_host_does_not_wait_for_a_device(monkeypatch, diverges):
         dist.barrier()
 
 
-VALUES, SQUARE, MASK = torch.randn(2, 3), torch.randn(3, 3), torch.ones(3, dtype=torch.bool)
+VALUES, SQUARE, MASK = torch.ones(2, 3), torch.ones(3, 3), torch.ones(3, dtype=torch.bool)
 INVALID = [
     (([1.0],), {}, TypeError, "values: expected a tensor, got list"),
     ((torch.ones(3, dtype=torch.int64),), {}, TypeError, "of this rank, got Tensor of torch.int64"),
