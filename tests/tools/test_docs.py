@@ -132,8 +132,8 @@ def test_the_picture_of_a_conversion_shows_its_report():
     assert [part.text for part in picture.iter()][-len(report) :] == report
 
 
-RAISES, STAYS = "raise in the first training step", "as they were, with a warning"
-OF_JOB, OF_SEVERAL = f"{RAISES} of a job", f"{RAISES} over several ranks"
+RAISES, STAYS = "raises in the first training step", "unchanged, with a warning"
+OF_JOB, OF_SEVERAL = f"{RAISES} in a job", f"{RAISES} over several ranks"
 
 
 def take_a_step(package, module, name, is_synchronized):
