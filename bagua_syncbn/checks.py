@@ -19,38 +19,38 @@ _Error = TypeVar("_Error", bound=Exception)
 
 
 def named(error: _Error, layer: nn.Module | None) -> _Error:
-    """Returns ``error``, of a check, with the name of ``layer`` in front."""
+    """Returns ``error`` with the name of ``layer`` prepended to its message."""
     if layer is None or type(error) not in (TypeError, ValueError, RuntimeError):
         return error
     return type(error)(f"{name_of(layer)}: {error}").with_traceback(error.__traceback__)
 
 
 def check_number(name: str, value: Any, expected: str = "a number") -> None:
-    """Raises TypeError unless ``value``, of the argument ``name``, is a number of Python or NumPy."""
+    """Raises TypeError unless ``value`` (argument ``name``) is a Python or NumPy number."""
     if not isinstance(value, (float, int, Real)):
         raise TypeError(f"{name}: expected {expected}, got {type(value).__name__}")
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Raises TypeError unless ``value``, of the argument ``name``, is a bool."""
+    """Raises TypeError unless ``value`` (argument ``name``) is a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
 
 
 def check_callable(name: str, value: Any, expected: str) -> None:
-    """Raises TypeError unless ``value``, of the argument ``name``, is None or callable."""
+    """Raises TypeError unless ``value`` (argument ``name``) is None or callable."""
     if value is not None and not callable(value):
         raise TypeError(f"{name}: expected {expected}, or None, got {type(value).__name__}")
 
 
 def check_is_tensor(name: str, value: Any) -> None:
-    """Raises TypeError unless ``value``, of the argument ``name``, is a tensor."""
+    """Raises TypeError unless ``value`` (argument ``name``) is a tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
 
 
 def check_is_dense(name: str, tensor: Tensor) -> None:
-    """Raises TypeError if ``tensor``, of the argument ``name``, is nested or has no strides."""
+    """Raises TypeError if ``tensor`` (argument ``name``) is nested or has no strides."""
     if tensor.layout is not torch.strided or tensor.is_nested:  # some nested tensors have the layout torch.strided
         got = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
         raise TypeError(f"{name}: expected a dense (strided) tensor, got {got}")
@@ -78,7 +78,7 @@ def checked_options(options: Options, training: bool) -> Options:
     check_eps_mode(eps_mode)
     check_number("eps", eps)
     is_positive = training and eps_mode == "plus"
-    if not 0 <= eps < inf or (is_positive and eps == 0):  # NaN is in no interval
+    if not 0 <= eps < inf or (is_positive and eps == 0):  # also rejects NaN
         bound = "above 0 in training" if is_positive else "of at least 0"
         raise ValueError(f"eps: expected a finite number {bound}, got {eps}")
     if momentum is not None:
@@ -91,7 +91,7 @@ def checked_options(options: Options, training: bool) -> Options:
 
 
 def check_tensors(tensors: Tensors, buffers: ops.Buffers, training: bool, layer: nn.Module | None) -> None:
-    """Raises for wrong tensors of a call of ``layer``."""
+    """Raises if a tensor argument of a call of ``layer`` is invalid."""
     input, weight, bias, residual = tensors
     running_mean, running_var, counter = buffers
     check_is_tensor("input", input)
@@ -148,7 +148,7 @@ def _check_device(name: str, tensor: Tensor, input: Tensor) -> None:
 
 def is_distributed(tensor: Tensor) -> bool:
     """Returns whether ``tensor`` is a DTensor. Does not import torch.distributed.tensor, which takes a second."""
-    tensors = sys.modules.get("torch.distributed.tensor")  # absent before the first DTensor
+    tensors = sys.modules.get("torch.distributed.tensor")  # not imported until someone creates a DTensor
     return tensors is not None and isinstance(tensor, tensors.DTensor)
 
 

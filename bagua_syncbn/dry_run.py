@@ -1,4 +1,4 @@
-"""Dry runs: a model runs, and its state and all random states are restored."""
+"""Dry runs: run a model, then restore its state and all random states."""
 
 import ctypes
 import hashlib
@@ -35,13 +35,13 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         for part in model.modules()
     ]
     values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    numpy = sys.modules.get("numpy.random")  # None if NumPy was never imported
+    numpy = sys.modules.get("numpy.random")  # None if NumPy was not imported
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(cuda))
         stack.callback(random.setstate, random.getstate())
         if numpy is not None:
             stack.callback(numpy.set_state, numpy.get_state())
-        if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled
+        if "torch._dynamo" in sys.modules:  # else, nothing is compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         try:
             yield
@@ -53,7 +53,8 @@ def unchanged(model: nn.Module) -> Iterator[None]:
                 part._buffers.clear()
                 part._buffers.update(buffers)
             for buffer, value in values:
-                if digest(buffer) != digest(value):  # an unnecessary write would break the backward of an earlier call
+                # Avoid unnecessary writes, which would break the backward of earlier calls.
+                if digest(buffer) != digest(value):
                     buffer.detach().copy_(value)
 
 
@@ -67,7 +68,7 @@ def observe_inputs(
 ) -> None:
     """Runs ``forward`` on ``batches`` without gradients or communication; restores the state of ``model``.
 
-    Calls ``callback`` with name, module, args and kwargs before each call of a layer. The ``layers`` run in training
+    Calls ``callback(name, module, args, kwargs)`` before each layer call. The ``layers`` run in training
     mode if ``training`` is true. All remaining modules run in evaluation mode.
     """
     local, training_layers = spec_of(LOCAL), set(layers.values()) if training else set()

@@ -1,4 +1,4 @@
-"""Errors in calls: peers raise too, and kernel errors get torch's classes."""
+"""Error handling in calls: makes peers raise too, and converts kernel errors to torch's classes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def notify_peers(process_group: Any, layer: Any, error: Exception) -> None:
 
 
 def handle_error(error: Exception, peers: tuple[Any, Any] | None) -> None:
-    """Notifies ``peers``, a process group and a layer or model, of ``error``. The caller re-raises it.
+    """Notifies ``peers`` (process group and layer or model) of ``error``. The caller re-raises the error.
 
     Raises:
         Exception: torch's own error instead of ``error``, see :func:`raise_torchs`.
@@ -62,7 +62,7 @@ def notifies_peers(
                 return function(*args, **kwargs)
             except Exception as error:
                 peers = None
-                with suppress(Exception):  # the arguments may be anything
+                with suppress(Exception):  # the arguments may be invalid
                     peers = peers_of(*args, **kwargs)
                 handle_error(error, peers)
                 raise

@@ -32,7 +32,7 @@ special_inputs: Registry[Callable[[Call], Tensor | None]] = Registry()
 """Handlers for special input classes such as DTensor. Each returns None for inputs that it does not handle."""
 
 first_call_checks: Registry[Callable[[Call], bool]] = Registry()
-"""Checks of an eager call that is not in the cache. False keeps it out."""
+"""Checks for eager calls that are not cached. A check that returns False keeps the call out of the cache."""
 
 
 def _peers_of_call(*args: Any, **options: Any) -> tuple[Any, Any] | None:
@@ -154,10 +154,10 @@ def batch_norm(call: Call) -> Tensor:
                 return output
         if isinstance(input, Tensor) and not torch.compiler.is_compiling():
             if has_torch_function_unary(input):
-                # The output gets the class of the input, and the attributes that the class copies.
+                # The output gets the input's class, and the attributes that this class copies.
                 compute_plain = lambda plain: batch_norm(call._replace(input=plain))  # noqa: E731
                 return handle_torch_function(compute_plain, (input,), input)
-            # The class has no __torch_function__, or torch disabled it inside one.
+            # The class has no __torch_function__, or torch has disabled it (inside another __torch_function__).
             if type(input).__torch_dispatch__ is Tensor.__torch_dispatch__:
                 return batch_norm(call._replace(input=input.as_subclass(Tensor)))
     is_compiling = torch.compiler.is_compiling()
@@ -184,7 +184,7 @@ def _prepare(call: Call, is_compiling: bool) -> Normalization | ByTorch:
     input = call.input
     try:
         checked = _validate(call) if is_compiling else checks_of(call)
-        # The compiler of torch 2.12 cannot trace a comparison of identities of tuples.
+        # torch.compile in torch 2.12 cannot trace ``is`` between tuples.
         masking = masking_of(input, call.masks) if is_compiling or call.masks is not NO_MASKS else None
         if checked.is_local:
             check_local_count(input)
@@ -216,7 +216,7 @@ def _transformed(call: Call, norm: Normalization) -> Tensor:
     return differentiable_batch_norm(*call[:4], norm, gather)
 
 
-# Checked calls that have no layer.
+# Cache for calls without a layer.
 _caches: dict[Any, CallCache] = {}
 _MOST_CACHES = 256
 
@@ -236,7 +236,7 @@ def checks_of(call: Call) -> CallCache:
     place: Any = group is not ALONE  # call.synchronizes
     try:
         shape = input.shape
-        if shape[1].__class__ is not int:  # a symbol, which the trace must not depend on
+        if shape[1].__class__ is not int:  # a symbol; the trace must not guard on it
             return _validate(call)
         if layer is None:
             caches, of_layer, place = _caches, None, (place, shape[1], len(shape))
@@ -260,7 +260,7 @@ def checks_of(call: Call) -> CallCache:
     except (AttributeError, IndexError, RuntimeError, ValueError):  # a wrong tensor, or an option that is an array
         return _validate(call)
     checked = _validate(call, key)
-    # Not if this call created the group: the next call may run in another job.
+    # Not cached if this call created the group: the next call may run in another job.
     if ready is not None and checked.key is not None:
         if len(caches) == _MOST_CACHES:
             caches.clear()
@@ -281,7 +281,7 @@ def _validate(call: Call, key: tuple[Any, ...] | None = None) -> CallCache:
             raise ValueError("running_mean, running_var: expected tensors with training=False, got None")
         return CallCache(key, options, None)
     if not is_compiling and call.masks is not NO_MASKS:
-        masking_of(input, call.masks)  # raises before this rank waits for others, to make the group
+        masking_of(input, call.masks)  # raises before this rank waits for peers to create the group
     check_tracer(call.group)
     if options.momentum is None and buffers.running_mean is not None and buffers.num_batches_tracked is None:
         raise ValueError("num_batches_tracked: expected a tensor, because momentum is None; got None")

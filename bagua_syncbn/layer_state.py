@@ -12,7 +12,7 @@ from .options import Options
 from .step.call import Call
 from .step.exchange import Exchange
 
-# Wraps the calls of a layer: called with the next function (in the end ``batch_norm``) and its argument.
+# Wraps a layer's calls: called with the next function in the chain (``batch_norm`` is last) and its argument.
 Attachment: TypeAlias = Callable[[Callable[[Call], Tensor], Call], Tensor]
 
 _T = TypeVar("_T")
@@ -28,7 +28,7 @@ class Frozen(NamedTuple):
 
 
 class CallCache(NamedTuple):
-    """Results of call checks. Calls with the same key pass all checks except those of values."""
+    """Results of call checks. Calls with the same key pass all checks except value checks."""
 
     key: tuple[Any, ...] | None
     options: Options
@@ -51,14 +51,14 @@ class LayerState:
     attachments: tuple[Attachment, ...] = ()
     """Wrappers of each call, outermost last."""
     caches: dict[bool, CallCache] = field(default_factory=dict)
-    """Checked calls, by whether they synchronize. Replicas share them."""
+    """Cached calls: unsynchronized and synchronized. Replicas share them."""
 
     def attached(self, kind: type[_T]) -> _T | None:
         """Returns the attachment of class ``kind``, or None."""
         return next((attachment for attachment in self.attachments if isinstance(attachment, kind)), None)
 
     def attach(self, kind: type[Any], new: Any) -> None:
-        """Replaces the attachment of class ``kind`` by ``new``, as the outermost; None only removes it."""
+        """Replaces the attachment of class ``kind`` with ``new``, now outermost; None only removes it."""
         others = tuple(attachment for attachment in self.attachments if not isinstance(attachment, kind))
         self.attachments = others if new is None else (*others, new)
 

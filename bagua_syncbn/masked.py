@@ -1,4 +1,4 @@
-"""Masks for all layers of a model, without changes of any ``forward``."""
+"""Masks for all layers of a model, without changes to any ``forward``."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ MaskRule = Callable[[Tensor, torch.Size], Tensor | None]
 
 
 class _ModelMask:
-    """Attachment: adds the mask or the lengths of :func:`masked` to the calls of a layer."""
+    """Attachment that adds the mask or lengths of :func:`masked` to a layer's calls."""
 
     def __init__(self, mask: Tensor | None, lengths: Tensor | None, rule: MaskRule | None, zero_masked: bool) -> None:
         self._mask, self._lengths, self._rule, self._zero_masked = mask, lengths, rule, zero_masked
@@ -32,7 +32,8 @@ class _ModelMask:
 
     def _masking(self, input: Tensor) -> Masking | None:
         given: Any = self._mask if self._lengths is None else self._lengths
-        # Fake tensors, compilers, inference mode and transforms have tensors that later calls cannot use.
+        # Not cached for fake tensors, or under compilers, inference mode or transforms: later calls cannot use those
+        # tensors.
         is_special = type(input) is not Tensor or torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
         if is_special or given.is_inference() or has_transforms() or level_of_duals() >= 0:
             return masking_of(input, self._masks_for(input))
@@ -66,9 +67,9 @@ def masked(
     rule: MaskRule | None = None,
     zero_masked: bool = False,
 ) -> Iterator[None]:
-    """Masks the inputs of all synchronized layers of ``model`` inside the context, without changes of ``forward``.
+    """Masks the inputs of all synchronized layers of ``model`` inside the context, without changes to ``forward``.
 
-    A call with a mask or lengths as arguments uses those. In nested contexts the innermost mask counts.
+    A call that passes its own mask or lengths uses those instead. In nested contexts, the innermost mask applies.
 
     Args:
         model: the model, wrapped or not.

@@ -1,4 +1,4 @@
-"""Masks and lengths as arguments: checks, and conversion to the form that the ops take."""
+"""Checks mask and length arguments, and converts them to the form that the ops take."""
 
 import torch
 from torch import Tensor

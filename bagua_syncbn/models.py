@@ -12,7 +12,7 @@ Filter = Callable[[str, nn.Module], bool]
 
 
 def check_module(module: object, name: str = "module") -> None:
-    """Raises TypeError unless ``module``, of the argument ``name``, is a module."""
+    """Raises TypeError unless ``module`` (argument ``name``) is a module."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"{name}: expected a torch.nn.Module, got {type(module).__name__}")
 
@@ -22,7 +22,7 @@ def modules_with_names(
 ) -> dict[nn.Module, list[str]]:
     """Returns all modules with all their names, in the order of ``named_modules``.
 
-    It skips the children of modules for which ``is_closed`` is True.
+    Skips children of modules for which ``is_closed`` returns True.
     """
     found: dict[nn.Module, list[str]] = {}
 
@@ -41,7 +41,7 @@ def modules_with_names(
 
 
 def is_left_out(module: nn.Module, names: list[str], filter: Filter | None) -> bool:
-    """Returns whether ``filter`` is False for all ``names`` of ``module``."""
+    """Returns whether ``filter`` returns False for all ``names`` of ``module``."""
     return filter is not None and not any(filter(name, module) for name in names)
 
 

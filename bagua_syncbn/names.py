@@ -34,7 +34,7 @@ def kind_of(layer: nn.Module | None) -> str:
 
 
 def name_of(module: nn.Module | None, name: str | None = None) -> str:
-    """Returns the class of ``module`` and its ``name`` in the model, by default the name that conversion recorded."""
+    """Describes ``module`` by its class name and ``name``, which defaults to the name recorded at conversion."""
     if module is None:
         return "sync_batch_norm"
     origin = origin_of(module)

@@ -1,7 +1,8 @@
 """Call options.
 
-Layers store options as attributes, ranks compare all but the activation, and cache keys contain them. A new option is a
-field here, an attribute and argument of the layer, and an argument of :func:`~bagua_syncbn.sync_batch_norm`.
+Options of a call. Layers store them as attributes, ranks compare all except the activation, and cache keys contain
+them. A new option is a field here, an attribute and argument of the layer, and an argument of
+:func:`~bagua_syncbn.sync_batch_norm`.
 """
 
 from collections.abc import Callable

@@ -44,7 +44,7 @@ def mean_over_ranks(
 
     Counts are summed in float64, in a single message; backward does not communicate. The host does not wait for the
     device: on CUDA the result is NaN if the ranks' calls differ, and a later call raises; in compiled code it is NaN.
-    All ranks must make the call, also without gradients.
+    All ranks must make the call, even without gradients.
 
     Args:
         values: per-sample losses of this rank (``reduction="none"``), in any shape.
@@ -146,7 +146,7 @@ def sum_over_ranks(
     signature = CallSignature(kind * ops.WORD + word_of(text), kind, text, (True, numel, torch.float64))
     record = history.record_of(packed.device.type) if type(packed) is Tensor else None
     total = RankExchange(signature, record, communicator, history).total(counted)
-    total, ranks = total.tensor_split([-1])  # NaN if no host has compared the headers and they differ
+    total, ranks = total.tensor_split([-1])  # NaN if headers differ and no host has compared them
     if module is None and record is not None and not record.is_checked_at_once:
         record_sums(record.tensor, (ranks != size).squeeze(0), history.calls)
     elif ranks.item() != size:

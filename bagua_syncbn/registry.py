@@ -1,4 +1,4 @@
-"""Registries: the places where other modules add functions to the core."""
+"""Registries, where other modules add functions to the core."""
 
 from typing import TypeVar
 

@@ -29,9 +29,9 @@ _communicators: dict[tuple[int, ...], "BaguaCommunicator"] = {}
 class BaguaCommunicator:
     """Collectives of a Bagua group that only layers use, on a separate CUDA stream.
 
-    A thread of Bagua sends gradients through the job's groups, and two threads that share an NCCL communicator would
-    have no common order on all ranks. Collectives run after earlier work in the caller's stream and before later work
-    there; the host does not wait.
+    Bagua sends gradients through the job's groups in a background thread. If two threads shared an NCCL communicator,
+    ranks could enqueue their collectives in different orders. Collectives run after earlier work in the caller's stream
+    and before later work there; the host does not wait.
 
     Tensors are on the device of this rank. Bagua does not support float64: such tensors are sent as int64, and
     receivers sum them in rank order.
@@ -73,7 +73,7 @@ class BaguaCommunicator:
 
     @contextmanager
     def _ordered(self) -> Iterator[None]:
-        """Runs the communicator's stream after the caller's, and the caller's next work after the communicator's.
+        """Makes the communicator's stream wait for the caller's on entry, and the reverse on exit.
 
         Messages need no ``record_stream``: the allocator reuses their memory only for later work of the caller.
         """
@@ -86,14 +86,14 @@ class BaguaCommunicator:
 
 
 def installed_version() -> str | None:
-    """Returns Bagua's version, or None if it is not installed. Does not import it, which needs NCCL."""
+    """Returns Bagua's version, or None if it is not installed. Does not import Bagua, which needs NCCL."""
     distributions = packages_distributions().get("bagua")
     return version(distributions[0]) if distributions else None
 
 
 def default_group() -> Any:
-    """Returns Bagua's group of all ranks, or None before ``bagua.torch_api.init_process_group()``."""
-    communication = sys.modules.get("bagua.torch_api.communication")  # each layer call asks
+    """Returns Bagua's default group, or None before ``bagua.torch_api.init_process_group()``."""
+    communication = sys.modules.get("bagua.torch_api.communication")  # called in every layer call
     return communication._default_pg if communication is not None else None
 
 
@@ -207,7 +207,7 @@ def _device() -> torch.device:
 
 
 def _backend_tensor(tensor: Tensor) -> Any:
-    """Returns Bagua's handle of ``tensor``, which keeps a view of the tensor alive."""
+    """Returns a Bagua handle for ``tensor``; it keeps a view of the tensor alive."""
     view: Any = tensor.to_bagua_tensor()  # type: ignore[attr-defined]
     handle = view.bagua_backend_tensor()
     # View and handle hold each other, the handle in Rust, invisible to the garbage collector: this line keeps

@@ -1,6 +1,6 @@
 """Communicators over torch.distributed: NCCL, gloo and other c10d backends.
 
-Ctrl-C ends the host's wait for a CPU collective, and so does a rank that leaves the group.
+Ctrl-C interrupts the host's wait for a CPU collective; so does a rank that leaves the group.
 """
 
 import os
@@ -24,8 +24,8 @@ IS_AVAILABLE = dist.is_available()
 # Groups of at least this size sum statistics, so that messages do not grow with the group; see docs/design.md.
 FEWEST_ADDED = 32
 
-# On CPU, ranks gather messages up to this size in bytes and add them locally: waits for peers take much longer than
-# sending, and a ring's all-gather has half the steps of an all-reduce.
+# On CPU, ranks gather messages up to this size in bytes and add them locally: latency dominates, and a ring all-gather
+# has half as many steps as a ring all-reduce.
 _MOST_GATHERED = 2**14
 
 _SUM_IN_STREAM, _GATHER_IN_STREAM = (
@@ -44,7 +44,7 @@ def _is_gathered(packed: Tensor, ranks: int) -> bool:
 
 
 class AsyncCollective:
-    """A started collective. Neither the start nor the end of the process waits for peers."""
+    """A started collective. Neither starting it nor exiting the process waits for peers."""
 
     def __init__(self, group: Any, result: Tensor, work: Any, sums_rows: bool = False) -> None:
         self._group, self._result, self._work, self._sums_rows = ref(group), result, work, sums_rows
@@ -61,8 +61,8 @@ class AsyncCollective:
 class TorchCommunicator:
     """Collectives of a :class:`torch.distributed.ProcessGroup` that this rank is a member of.
 
-    A layer with this communicator as its ``process_group`` uses exactly this group, even if the group carries unrelated
-    messages.
+    A layer with this communicator as its ``process_group`` uses this group even if other code sends messages through
+    it.
 
     The communicator does not keep the group alive: outputs hold graphs, graphs hold communicators, and the threads of a
     group that outlives ``destroy_process_group`` abort the process at exit. Compiled code holds the group's name.
@@ -79,7 +79,7 @@ class TorchCommunicator:
 
     @property
     def group(self) -> Any:
-        """The group. Raises RuntimeError if it was destroyed."""
+        """The group. Raises RuntimeError if the group was destroyed."""
         group = self._group()
         if group is None:
             raise RuntimeError(DESTROYED)
@@ -122,7 +122,7 @@ class TorchCommunicator:
 
     # Calls the group's method, because torch.distributed's functions spend more time on checks than on the call.
     def _start_gather(self, group: Any, packed: Tensor, options: tuple[Any, ...] = ()) -> tuple[Tensor, Any]:
-        gathered = packed.new_empty(self.size * packed.numel())  # gloo takes the concatenated form only
+        gathered = packed.new_empty(self.size * packed.numel())  # gloo supports only the concatenated form
         return gathered.view(self.size, -1), getattr(group, torch_groups.GATHER_METHOD)(gathered, packed, *options)
 
     def leave(self, why: str) -> None:
@@ -147,7 +147,7 @@ Each returns a communicator, or None if it does not serve the group.
 
 def _finish(work: Any, group: Any, packed: Tensor) -> None:
     """Waits for a collective of ``packed``. On a device, the current stream waits instead of the host."""
-    if work is None:  # was enqueued on the current stream
+    if work is None:  # already enqueued on the current stream
         return
     if packed.is_cpu:
         wait_in_slices(work, group)
@@ -156,13 +156,13 @@ def _finish(work: Any, group: Any, packed: Tensor) -> None:
 
 
 def wait_in_slices(work: Any, group: Any) -> None:
-    """Waits for a collective in slices, between which Python runs signal handlers, so that Ctrl-C ends the wait."""
+    """Waits for a collective in short slices, so that Python can run signal handlers (Ctrl-C) in between."""
     try:
         while True:
             try:
                 work.wait(_SLICE)
                 break
-            except RuntimeError:  # the slice or the collective ended
+            except RuntimeError:  # either the slice timed out or the collective finished
                 if work.is_completed():
                     work.wait()  # raises if the collective failed
                     break
@@ -177,30 +177,31 @@ _SLICE = timedelta(seconds=0.5)
 
 # The last collectives of each group. A gloo thread drops its reference to a collective some time after it reports the
 # collective as done. If that were the last reference, the thread would free the tensors: this needs the GIL and aborts
-# a process if its interpreter is ending. At its end, a group joins its threads, then drops these collectives.
+# a process if its interpreter is ending. A group that is destroyed first joins its threads, then drops these
+# collectives.
 _ended: WeakKeyDictionary[Any, deque[Any]] = WeakKeyDictionary()
 
 
 def _keep_to_the_end(*kept: Any) -> "torch.futures.Future[None]":
-    """Keeps objects alive until the returned future gets a result, even beyond the end of the interpreter.
+    """Keeps objects alive until the returned future gets a result, even after the interpreter has shut down.
 
     A group's destructor would wait for a collective that peers never join; for collectives, see ``_ended``. Python
-    destroys a list's objects. Here a future and its callback hold each other in C++, invisible to the garbage
-    collector.
+    destroys a list's objects. So a future and its callback reference each other in C++, where the garbage collector
+    cannot see them.
     """
     future: torch.futures.Future[None] = torch.futures.Future()
     future.then(lambda _: (future, kept))
     return future
 
 
-# Stores in which ranks note that they have left, by group. A forked child must not use its parent's connections.
+# By group: the store where its ranks record that they have left. A forked child must not use its parent's connections.
 _stores: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_stores.clear)
 
 
 def leave_through(group: Any, store: Any) -> None:
-    """Makes ranks that leave ``group`` note it in ``store``, which waiting ranks check."""
+    """Makes ranks that leave ``group`` record this in ``store``, which waiting ranks check."""
     _stores[group] = store
 
 
@@ -232,7 +233,7 @@ def is_alive(group: Any) -> bool:
 
 
 def end_with(group: Any, part: Any) -> None:
-    """Destroys the group ``part`` at the end of ``group``; torch keeps every group until it is destroyed."""
+    """Destroys the group ``part`` when ``group`` ends; otherwise, torch would keep it alive."""
     finalize(group, _destroy, ref(part)).atexit = False  # type: ignore[misc]  # the job ends all groups
 
 

@@ -2,8 +2,8 @@
 
 Between hosts, a message takes three steps: the ranks on each host exchange it through shared memory, the carriers (the
 first rank on each host) exchange their hosts' rows by collectives, and each carrier spreads the result on its host. A
-rank that begins a message and does not wait cannot carry. It marks the row instead; then all ranks resend the message
-through the collectives of the whole group.
+carrier that begins a message without waiting cannot relay it. It marks its row instead; all ranks then resend the
+message with collectives of the whole group.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class HostsCommunicator(SharedCommunicator):
             self._free.release()
 
     def _cross(self, kind: int, packed: Tensor) -> Tensor:
-        """Returns all ranks' rows, or their sum as a single row, each with a mark at its end."""
+        """Returns all ranks' rows, or a single row with their sum; the last element of each row is the mark."""
         message, sent = self._marked(kind, packed, 0)
         super()._exchange(kind, message, sent)
         if self._carriers is None:
@@ -72,7 +72,7 @@ class HostsCommunicator(SharedCommunicator):
             result = self._carriers.all_reduce(sent.view(-1)).view(1, -1)
         if sent[:, -1].any():  # all ranks on the host see the mark
             return sent
-        return super()._exchange(SUM, result, result)  # only the carrier's is not zero
+        return super()._exchange(SUM, result, result)  # only the carrier's row is nonzero
 
     def _marked(self, kind: int, packed: Tensor, mark: int) -> tuple[Tensor, Tensor]:
         """Returns this rank's message with the mark, and a buffer for the host's rows."""

@@ -1,4 +1,4 @@
-"""Jobs of torch.distributed: their ranks create groups and agree on descriptions."""
+"""Jobs of torch.distributed, whose ranks create groups and agree on descriptions."""
 
 import hashlib
 import socket
@@ -31,7 +31,7 @@ class Job:
         self._timeout = torch_groups.timeout_of(world)
         self._ranks: dict[Rule, Ranks] = {}  # results of agreements
         self._agreeing = Lock()
-        # By the group that they have backend and timeout of: the default or a given group.
+        # Communicators, keyed by the group that provides backend and timeout: the default or a given group.
         self._communicators: WeakKeyDictionary[Any, dict[str, TorchCommunicator]] = WeakKeyDictionary()
         self._creating: dict[str, Lock] = {}
 
@@ -54,7 +54,7 @@ class Job:
             return self._ranks[rule]
 
     def _agree_on(self, rule: Rule) -> Ranks:
-        """Checks that all ranks have the same ``rule``. Returns for "node" the ranks on this host."""
+        """Checks that all ranks have the same ``rule``. For "node", returns the ranks on this host."""
         text, host = str(description_of(rule)), list(host_name()) if rule == NODE else []
         with self.meeting("agreement", range(self.size), text_of(rule)) as meeting:
             brought = meeting.exchange([text, host])
@@ -80,7 +80,7 @@ class Job:
     def users_group(self, rule: Rule) -> Any:
         """Returns a group for the user: the default group if it has the same ranks, else a new one.
 
-        Never returns the layers' group, because the user's messages must not come between the layers' messages.
+        Never returns the layers' group, so that user messages cannot interleave with the layers' messages.
         """
         ranks = self.ranks_of(rule)
         return self._world() if len(ranks) == self.size else self._communicator("user", ranks, text_of(rule)).group
@@ -96,8 +96,8 @@ class Job:
     def _communicator(self, user: str, ranks: Ranks, what: str, given: Any = None) -> TorchCommunicator:
         """Returns the communicator of ``ranks``, which all of them create, for ``user``: "layers" or "user".
 
-        torch's ``new_group`` numbers groups in the job, which needs all ranks, or on each rank, where members of
-        different numbers of groups wait for each other forever. So members agree on the group's name.
+        torch's ``new_group`` numbers groups in the job, which needs all ranks, or on each rank, where members that have
+        created different numbers of groups would wait forever. So members agree on the group's name.
         """
         model = given or self._world()
         key = f"{user} {ranks} {given.group_name if given else ''}"

@@ -23,10 +23,10 @@ _CAUSES = (
 class Meeting:
     """An attempt of ``ranks`` to create a group or to agree: they exchange values through a store.
 
-    An exchange succeeds on all ranks or on none, because the first outcome holds. An exception that ends a rank's
-    ``with`` block fails the next exchange of all peers, and collectives of a group that leaves through the ``store``
-    (see :func:`leave_through`). The block raises RuntimeErrors again with a description of the first use. No tensor is
-    sent, because a trace may run.
+    An exchange succeeds on all ranks or on none, because the first outcome in the store is final. An exception that
+    ends a rank's ``with`` block fails the next exchange of all peers, and collectives of a group that leaves through
+    the ``store`` (see :func:`leave_through`). RuntimeErrors in the block are re-raised with a description of the first
+    use. Sends no tensors, because torch.compile may be tracing.
 
     Args:
         store: None if there are no peers (torch's backend "fake").
@@ -35,14 +35,14 @@ class Meeting:
     def __init__(self, store: Any, name: str, rank: int, ranks: Sequence[int], timeout: timedelta, what: str) -> None:
         self._rank, self._ranks, self._seconds, self._what = rank, ranks, timeout.total_seconds(), what
         self._step, self.store, self.attempt = 0, store, 1
-        if store is not None:  # counts attempts, because it may outlive a job
+        if store is not None:  # counts attempts, because the store may outlive a job
             prefixed: Any = dist.distributed_c10d.PrefixStore
             store = prefixed(f"bagua_syncbn/{name}", store)
             self.attempt = store.add(f"attempts of {rank}", 1)
             self.store = prefixed(str(self.attempt), store)
 
     def exchange(self, value: Any = None) -> list[Any]:
-        """Returns the values of all ranks in their order; JSON must be able to represent them.
+        """Returns all ranks' JSON-serializable values in rank order.
 
         Raises:
             RuntimeError: some ranks did not arrive in time, or left, or the store did not answer.
@@ -86,7 +86,7 @@ class Meeting:
         return text_of_ranks(absent or self._ranks[:1])
 
     def _settle(self, outcome: Any) -> Any:
-        """Sets the outcome of the exchange if there is none yet. Returns the outcome that holds."""
+        """Sets the outcome of the exchange unless a rank has already set it. Returns the final outcome."""
         return json.loads(self.store.compare_set(self._key("outcome"), "", json.dumps(outcome)))
 
     def __enter__(self) -> "Meeting":

@@ -1,6 +1,7 @@
-"""Exchange through shared memory for small CPU messages between ranks on a host; all others use c10d collectives.
+"""Shared-memory exchange for small CPU messages between ranks on a host; other messages use c10d collectives.
 
-When ranks create their communicator, they agree to use shared memory or not. After that, only a message's size decides.
+Ranks agree on whether to use shared memory when they create their communicator. After that, the choice depends only on
+message size.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class SharedCommunicator(TorchCommunicator):
         _by_name[self.name] = self
         finalize(group, self._close).atexit = False  # type: ignore[misc]  # the system frees the memory at exit
 
-    # Repeated, because another function call takes 2 % of an exchange.
+    # Repeated inline, because a function call would take 2% of an exchange.
     def all_gather(self, packed: Tensor) -> Tensor:
         if not self._fits(GATHER, packed):
             return super().all_gather(packed)
@@ -83,7 +84,8 @@ class SharedCommunicator(TorchCommunicator):
         return target
 
     def _raise_reason(self, error: RuntimeError) -> None:
-        """Raises why a rank has left, which the library does not know, or that the group was destroyed."""
+        """Raises an error with the reason that a rank left, which the library does not have, or if the group was
+        destroyed."""
         if self._segment is None or "has left" in str(error):
             raise_if_left(self.group)
 
@@ -165,7 +167,7 @@ _library.impl("exchange", _exchange_by_name, "CPU")
 
 
 def problem() -> str:
-    """Returns why this process cannot use shared memory with any group, or ""."""
+    """Returns the reason that this process cannot use shared memory with any group, or ""."""
     if _WANTED == "collectives":
         return "BAGUA_SYNCBN_EXCHANGE=collectives"
     if os.environ.get("BAGUA_SYNCBN_KERNELS") == "reference":
@@ -196,10 +198,10 @@ def share(meeting: Meeting, here: Sequence[int], rank: int, seconds: float, spin
 
 
 def first_problem(problems: Iterable[str]) -> str:
-    """Returns the first non-empty problem of a rank, or ""."""
+    """Returns the first rank's nonempty problem, or ""."""
     return next((f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem), "")
 
 
 def native_library() -> Any:
-    """Returns the native library, or None if the ops did not load it when the package was imported."""
+    """Returns the native library, or None if it was not loaded at import."""
     return sys.modules.get(f"{__package__.partition('.')[0]}._C")

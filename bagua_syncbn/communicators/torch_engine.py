@@ -13,12 +13,13 @@ from ..groups.spec import Ranks, Rule
 from .c10d import IS_AVAILABLE, is_alive
 from .jobs import Job, job_of
 
-# Returns the job's default group, or None. A partial, because every layer call makes this call.
+# Returns the job's default group, or None. A partial for speed: every layer call calls it.
 default_group: Callable[[], Any] = partial(getattr, dist.group, "WORLD") if IS_AVAILABLE else lambda: None
 
 
 def is_in_job() -> bool:
-    """Returns whether torch.distributed runs a job. Compiled code guards on this and does not see the default group."""
+    """Returns whether torch.distributed is running a job. Compiled code guards on this and does not see the default
+    group."""
     return IS_AVAILABLE and (dist.is_initialized() or dist.group.WORLD is not None)
 
 
@@ -56,7 +57,7 @@ def communicator_of(rule: Rule, given: Any) -> Communicator:
     return LOCAL if len(job.ranks_of(rule)) == 1 else job.layers_communicator(rule, group)
 
 
-# Default groups of the parent, in a forked child.
+# The parent's default groups, in a forked child.
 _inherited: WeakSet[Any] = WeakSet()
 
 

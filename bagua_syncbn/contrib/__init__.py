@@ -24,7 +24,7 @@ from ..with_bagua import with_bagua
 try:
     from bagua.torch_api.contrib import sync_batchnorm as _theirs
 except ModuleNotFoundError as error:
-    if error.name != "bagua":  # a broken installation of Bagua
+    if error.name != "bagua":  # Bagua is installed but broken
         raise
     _theirs = None
 
@@ -33,14 +33,15 @@ _original: Any = _theirs.SyncBatchNorm if has_bagua else None
 
 
 def _method(module: nn.Module, *args: Any, do_flatten: bool = True, **kwargs: Any) -> nn.Module:
-    """Makes this module data parallel in place by :func:`bagua_syncbn.with_bagua`; ignores ``do_flatten``."""
+    """Makes this module data parallel in place with :func:`bagua_syncbn.with_bagua`; ignores ``do_flatten``."""
     return with_bagua(module, *args, **kwargs)
 
 
 def replace() -> None:
-    """Replaces Bagua's class by :class:`SyncBatchNorm`, and registers a converter for Bagua's layers.
+    """Replaces Bagua's class with :class:`SyncBatchNorm`, and registers a converter for Bagua's layers.
 
-    Without Bagua, adds the method ``with_bagua`` to modules. The import calls it; call it again after :func:`restore`.
+    Without Bagua, adds the method ``with_bagua`` to modules. Importing this package calls it; call it again after
+    :func:`restore`.
     """
     if has_bagua:
         _theirs.SyncBatchNorm = SyncBatchNorm
@@ -50,7 +51,7 @@ def replace() -> None:
 
 
 def restore() -> None:
-    """Restores Bagua's class, or removes the method. Models keep their changes."""
+    """Restores Bagua's class, or removes the method. Converted models do not change back."""
     if has_bagua:
         _theirs.SyncBatchNorm = _original
         register_converter(_original, None)

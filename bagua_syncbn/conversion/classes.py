@@ -16,7 +16,7 @@ from ..sync_batchnorm import (
 )
 from .own_forward import ObservedSyncBatchNorm, observed_forward
 
-# Classes of layers without a converter, derived when they are first needed.
+# Synchronized classes for layers without a converter, derived on first use.
 _synchronized: dict[type[nn.Module], type[SyncBatchNorm]] = {
     cls.local_class: cls for cls in (SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d)
 }
@@ -24,7 +24,7 @@ _replacing: dict[tuple[type[nn.Module], type[SyncBatchNorm]], type[SyncBatchNorm
 
 
 def synchronized_class(cls: type[nn.Module]) -> type[SyncBatchNorm]:
-    """Returns the synchronized class of ``cls``, if it has no converter."""
+    """Returns the synchronized class for ``cls``, which has no registered converter."""
     if issubclass(cls, SyncBatchNorm):
         return cls
     if cls is nn.SyncBatchNorm:
@@ -53,14 +53,14 @@ def class_before_conversion(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def replacing_class(cls: type[nn.Module], target: type[SyncBatchNorm]) -> type[SyncBatchNorm]:
-    """Returns a subclass of ``target`` for layers of class ``cls``, without the methods of ``cls``."""
+    """Returns a subclass of ``target`` for layers of class ``cls``; it does not inherit the methods of ``cls``."""
     if (cls, target) not in _replacing:
         _replacing[cls, target] = type(f"Sync{cls.__name__.removeprefix('Sync')}", (target,), _namespace(cls))
     return _replacing[cls, target]
 
 
 def full_name(cls: type) -> str:
-    """Returns the name of ``cls`` with its module, for messages."""
+    """Returns the qualified name of ``cls``, for messages."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
@@ -85,7 +85,7 @@ def _derive(cls: type[nn.Module]) -> type[SyncBatchNorm]:
         # forward would recurse forever.
         bases = (metaclass(cls.__name__, (cls, ObservedSyncBatchNorm), {**_namespace(cls), "forward": _after(cls)}),)
     becomes = getattr(cls, "cls_to_become", None)
-    if becomes is not None:  # a lazy layer, which changes its class at its first input
+    if becomes is not None:  # a lazy layer, which changes its class on the first call
         namespace["cls_to_become"] = synchronized_class(becomes)
     return metaclass(f"Sync{cls.__name__.removeprefix('Sync')}", bases, namespace)
 
@@ -102,7 +102,7 @@ def _after(cls: type[nn.Module]) -> Callable[..., Any]:
 
 def _is_on_top(cls: type) -> bool:
     is_parametrized = getattr(vars(cls).get("__getstate__"), "__module__", None) == parametrize.__name__
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # absent if never used
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported yet
     is_sharded = fsdp is not None and cls.__bases__[0] is fsdp.FSDPModule
     return is_parametrized or is_sharded or "_derived_from" in vars(cls)
 

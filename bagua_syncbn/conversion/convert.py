@@ -1,4 +1,4 @@
-"""Conversion between local and synchronized layers, by change of class.
+"""Conversion between local and synchronized layers by changing their classes.
 
 A converted layer is the same object: parameters, buffers, hooks, attributes, training flag and all references to it
 stay. Only ``layer.__class__`` changes, to a class that inherits from the old class and then from
@@ -41,7 +41,7 @@ def convert_sync_batchnorm(
     """Converts all batch normalization layers of ``module`` to synchronized layers, in place.
 
     Only the class of a layer changes, not the object: parameters, buffers, hooks, attributes, training flag and
-    optimizers remain valid. A custom ``forward`` remains too; in training, it raises unless it calls
+    optimizers remain valid. A custom ``forward`` is also kept; in training, it raises an error unless it calls
     ``super().forward``, ``F.batch_norm`` or a converted submodule. :class:`torch.nn.SyncBatchNorm` is also converted.
     Convert before wrapping the model. A compiled model is recompiled at the next call. :func:`conversion_report` lists
     the layers and the reasons for skipping some.
@@ -51,7 +51,8 @@ def convert_sync_batchnorm(
         process_group: the ranks to synchronize, see :func:`~bagua_syncbn.sync_batch_norm`. None preserves existing
             process groups; the default is all ranks of the job.
         filter: called with the name of a layer, as in ``named_modules``, and the layer; False skips the layer. It is
-            also called for layers that would be refused. A shared layer is converted if any of the names returns True.
+            called even for layers that conversion would refuse. A shared layer is converted if any of the names returns
+            True.
         skip_nonfinite: True sets ``skip_nonfinite`` of all these layers, see :class:`SyncBatchNorm`.
 
     Returns:
@@ -119,7 +120,7 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
 
     Layers created as :class:`SyncBatchNorm1d`, ``2d`` or ``3d`` become :class:`torch.nn.BatchNorm1d`, ``2d`` or ``3d``,
     and layers created as :class:`SyncBatchNorm` become :class:`~bagua_syncbn.sync_batchnorm.BatchNorm`. A former
-    :class:`torch.nn.SyncBatchNorm` has the old process group again. :func:`recompute_outputs` and
+    :class:`torch.nn.SyncBatchNorm` gets its old process group back. :func:`recompute_outputs` and
     :func:`fuse_activations` are undone.
 
     Args:
@@ -156,7 +157,7 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
 def _check_that_it_can_be_local(layer: SyncBatchNorm, cls: type[nn.Module]) -> None:
     """Raises ValueError if ``layer`` is frozen or has an option that its new class ``cls`` would ignore.
 
-    Options that the layer's class sets are not checked: the same class defines ``cls`` as its ``local_class``.
+    Options that the layer's class itself sets are not checked: that class chose ``cls`` as its ``local_class``.
     """
     if layer._sync_state.frozen is not None:
         raise ValueError(f"module: cannot revert frozen {name_of(layer)}; call unfreeze_statistics first")
@@ -182,7 +183,7 @@ def _take_group(layer: nn.Module) -> None:
     if not groups:
         return
     held = next(iter(groups.values()))
-    with suppress(TypeError):  # a value that only the layer's class knows: training refuses it, revert restores it
+    with suppress(TypeError):  # a value specific to the layer's class: an error in training; revert restores it
         held = spec_of(held)
     for name in groups:
         del vars(layer)[name]
@@ -195,7 +196,7 @@ def _name_layers(module: nn.Module) -> None:
     layers = {name: layer for name, layer in module.named_modules() if name and isinstance(layer, SyncBatchNorm)}
     before = {layer._sync_state.origin.model for layer in layers.values() if layer._sync_state.origin is not None}
     model = before.pop() if len(before) == 1 else None
-    if model is None or model.name != name:  # otherwise the model was converted before
+    if model is None or model.name != name:  # else, the model was already converted
         model = ConvertedModel(name)
     for name, layer in layers.items():
         layer._sync_state.origin = Origin(name, model)
@@ -203,7 +204,7 @@ def _name_layers(module: nn.Module) -> None:
 
 @contextmanager
 def _unchanged_on_error(module: nn.Module) -> Iterator[None]:
-    """Context that restores classes, attributes and children of all modules of ``module`` if it raises."""
+    """Context manager that restores all submodules' classes, attributes and children if the block raises."""
     before = []
     for part in module.modules():
         attributes = {**vars(part), "_modules": copy(part._modules)}

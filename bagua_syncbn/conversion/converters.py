@@ -1,4 +1,4 @@
-"""Converters that users register for classes of layers that conversion would refuse or not recognize."""
+"""User-registered converters for layer classes that conversion would refuse or not recognize."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,10 +19,10 @@ _converters: dict[type[nn.Module], Converter] = {}
 def register_converter(cls: type[nn.Module], converter: Converter | None) -> None:
     """Registers the synchronized class for layers of ``cls`` in :func:`convert_sync_batchnorm`.
 
-    Register classes that conversion would refuse or not recognize. ``converter`` returns the new class, which must
+    Use it for classes that conversion would refuse or not recognize. ``converter`` returns the new class, which must
     define the attributes that :class:`SyncBatchNorm` uses and the layer lacks. The layer remains the same object, so
-    the new class can read the layer's options. Until :func:`revert_sync_batchnorm`, the layer's process group is in
-    ``process_group``, even if the attribute had a different name. Subclasses of ``cls`` are not affected.
+    the new class can read the layer's options. Until :func:`revert_sync_batchnorm`, the layer's process group is stored
+    in ``process_group``, whatever the original attribute name. Subclasses of ``cls`` are not affected.
 
     Args:
         cls: the class of the layers, derived from torch's batch normalization or not.
@@ -48,7 +48,7 @@ def register_converter(cls: type[nn.Module], converter: Converter | None) -> Non
 
 
 def is_candidate(module: nn.Module) -> bool:
-    """Whether conversion concerns ``module``."""
+    """Returns whether conversion applies to ``module``."""
     return isinstance(module, _BatchNorm) or type(module) in _converters
 
 
@@ -56,7 +56,7 @@ def class_after_conversion(layer: nn.Module) -> type[SyncBatchNorm] | None:
     """Returns the synchronized class of ``layer``, or None to skip the layer.
 
     Raises:
-        TypeError: the converter of ``layer`` returned something else than a synchronized class.
+        TypeError: the converter of ``layer`` did not return a synchronized class.
     """
     cls, converter = type(layer), _converters.get(type(layer))
     if converter is None:
@@ -75,7 +75,7 @@ def class_after_conversion(layer: nn.Module) -> type[SyncBatchNorm] | None:
 def groups_of(layer: nn.Module) -> dict[str, Any]:
     """Returns the attributes of the local ``layer`` that contain a process group.
 
-    Only ``process_group`` counts, except for layers with a converter, which replaces all methods.
+    Considers only ``process_group``, except for layers with a converter, which replaces all methods.
 
     Raises:
         TypeError: there are different groups.

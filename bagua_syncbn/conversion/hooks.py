@@ -1,4 +1,4 @@
-"""Registries by which other modules take part in conversion. Conversion imports none of them."""
+"""Registries that let other modules hook into conversion. Conversion does not import those modules."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager

@@ -1,6 +1,6 @@
 """Layers with a custom forward: calls of torch's batch normalization are synchronized.
 
-A custom forward may call ``super().forward``, torch's forward by name, or ``F.batch_norm``. The first reaches
+A custom forward may call ``super().forward``, torch's forward through its class, or ``F.batch_norm``. The first reaches
 :class:`SyncBatchNorm` by method resolution. A mode that intercepts torch's functions redirects the other two; it is
 active only inside such a forward. Synchronized submodules notify the layer of their calls.
 """
@@ -28,13 +28,13 @@ from .hooks import own_forward_contexts
 class ObservedSyncBatchNorm(SyncBatchNorm):
     """Base class of layers with a custom forward, which records whether it synchronized the layer or a submodule."""
 
-    # Exists only while the layer's forward runs in training. An attribute of the layer and not of the mode, because
-    # torch.compile traces with another mode object.
+    # Exists only while the layer's forward runs in training. Stored on the layer, not on the mode, because
+    # torch.compile traces with a different mode object.
     was_synchronized: bool
 
     def forward(self, input: Tensor, residual: Tensor | None = None, **masks: Any) -> Tensor:
         self.note_synchronization()
-        if has_torch_function((input,)):  # a single torch function: the mode does not intercept the calls inside
+        if has_torch_function((input,)):  # one torch function, so that the mode does not intercept the calls inside
             forward = ObservedSyncBatchNorm.forward
             output: Tensor = handle_torch_function(forward, (input,), self, input, residual, **masks)
             return output
@@ -83,7 +83,7 @@ def observed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _differs_from_torch(layer: SyncBatchNorm) -> bool:
-    """Whether ``layer`` may differ from F.batch_norm in evaluation with the same running statistics."""
+    """Returns whether ``layer`` may differ from F.batch_norm in evaluation with the same running statistics."""
     if not torch.compiler.is_compiling() and this_thread.has_hooks:  # e.g. in a checkpoint
         return True
     return layer.eps_mode != "plus" or layer.fused_activation is not None or bool(layer._sync_state.attachments)
@@ -91,7 +91,7 @@ def _differs_from_torch(layer: SyncBatchNorm) -> bool:
 
 @contextmanager
 def _observed_submodules(layer: ObservedSyncBatchNorm) -> Iterator[None]:
-    """Context in which ``layer`` notes the training calls of its synchronized submodules."""
+    """Context manager in which ``layer`` records training calls of its synchronized submodules."""
 
     def note(go: Callable[[Call], Tensor], call: Call) -> Tensor:
         output = go(call)
@@ -112,12 +112,12 @@ def _observed_submodules(layer: ObservedSyncBatchNorm) -> Iterator[None]:
 
 @contextmanager
 def restored_counter(counter: Tensor) -> Iterator[None]:
-    """Context that restores ``counter``, a layer's ``num_batches_tracked``, around a custom forward that updates it."""
+    """Context manager that undoes a custom forward's update of ``counter``, the layer's ``num_batches_tracked``."""
     with unseen_by_selective_checkpointing():
         before = counter.clone()
     try:
         yield
-    finally:  # checkpointing ends a recomputation by an exception once it has all tensors that it needs
+    finally:  # checkpointing stops a recomputation with an exception once it has all the tensors it needs
         with unseen_by_selective_checkpointing():
             counter.copy_(before)
 
@@ -133,7 +133,7 @@ class _TorchsCall(NamedTuple):
     eps: float = 1e-5
 
     def uses(self, modules: Iterable[nn.Module]) -> bool:
-        """Whether a tensor of ``modules`` is among the parameters and buffers of the call."""
+        """Returns whether a parameter or buffer in the call belongs to ``modules``."""
         # Replicas of DataParallel and layers in FullyShardedDataParallel have their parameters in vars(module).
         held = (values for module in modules for values in (module._parameters, module._buffers, vars(module)))
         ids = {id(value) for values in held for value in values.values() if value is not None}
@@ -161,7 +161,7 @@ class _Redirect(TorchFunctionMode):
             call = _BATCH_NORMS[func](*args, **kwargs)
             if not any(isinstance(tensor, Tensor) for tensor in call[1:5]) or call.uses([layer]):
                 layer.note_synchronization()
-                # Not a layer with frozen statistics, which normalizes for evaluation in training.
+                # Excludes frozen layers, which use running statistics in training.
                 if call.training or _differs_from_torch(layer):
                     # The custom forward counts batches itself, as torch's does before this call.
                     buffers = ops.Buffers(call.running_mean, call.running_var)

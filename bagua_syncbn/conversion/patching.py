@@ -1,4 +1,4 @@
-"""Replacement of torch's converter and layer, for trainers that call these themselves."""
+"""Replaces torch's converter and layer, for trainers that call them directly."""
 
 import functools
 from contextlib import AbstractContextManager
@@ -52,7 +52,7 @@ _OURS = {"__init__": _init, "convert_sync_batchnorm": classmethod(_convert)}
 
 
 class TorchConverterPatch(AbstractContextManager["TorchConverterPatch"]):
-    """A patch made by :func:`patch_torch_converter`."""
+    """A patch returned by :func:`patch_torch_converter`."""
 
     def __init__(self) -> None:
         self._before = {name: vars(nn.SyncBatchNorm)[name] for name in _TORCHS}

@@ -1,4 +1,4 @@
-"""The report: for each module of a model, the action of conversion and the reason."""
+"""Report on how conversion treats each module of a model, and why."""
 
 import re
 from collections import Counter
@@ -23,7 +23,7 @@ _BATCH_NORM = re.compile("batch_?(re)?norm", re.IGNORECASE)
 
 
 class Finding(NamedTuple):
-    """Action of conversion for a module, and the reason."""
+    """How conversion treats a module, and why."""
 
     names: list[str]
     """All names that the module has in the model; ``[""]`` for the model itself."""
@@ -43,7 +43,7 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """Result of :func:`conversion_report`. As text it is a summary and a line for each layer."""
+    """Result of :func:`conversion_report`. ``str`` returns a summary and a line for each layer."""
 
     layers: tuple[Finding, ...]
 
@@ -71,7 +71,7 @@ def conversion_report(module: nn.Module, *, filter: Filter | None = None) -> Con
         filter: as for :func:`convert_sync_batchnorm`.
 
     Returns:
-        The report: as text a summary and a line for each layer, as data ``layers``, a tuple of :class:`Finding`.
+        A report: ``str`` returns a summary and a line for each layer, and ``layers`` is a tuple of :class:`Finding`.
 
     Raises:
         TypeError: ``module`` is not a module, or ``filter`` is not callable.
@@ -153,7 +153,7 @@ def _refusal(module: nn.Module, name: str, wrapper: nn.Module | None) -> Excepti
 
 
 def _resemblance(module: nn.Module) -> str:
-    """Returns why ``module`` is skipped although it resembles batch normalization; empty if it does not."""
+    """Returns why ``module`` is skipped although it resembles batch normalization, or "" if it does not."""
     if isinstance(module, _NormBase):
         return "not batch normalization: it normalizes each sample by itself"
     name = type(module).__name__.lower()
@@ -165,5 +165,5 @@ def _resemblance(module: nn.Module) -> str:
 
 
 def _holds_batch_norm(module: nn.Module) -> bool:
-    """Whether a child of ``module`` does the batch normalization, as in PyG's class."""
+    """Returns whether a child of ``module`` does the batch normalization, as in PyG's class."""
     return any(is_candidate(child) for child in module.children())

@@ -1,4 +1,4 @@
-"""Selects the kernels for CUDA tensors: native ones once they agree with plain torch on the device, else ATen's."""
+"""Selects the kernels for CUDA tensors: native kernels once they agree with plain torch on the device, else ATen's."""
 
 from ..functional import first_call_checks
 from ..step.call import Call

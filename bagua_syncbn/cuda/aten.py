@@ -24,7 +24,7 @@ from ..ops.stats import summable_stats
 
 
 def _takes(input: Tensor, *values: Tensor | None) -> bool:
-    """Returns whether ATen's kernels take ``input`` (N, C, \\*) and ``values``, each (C) or the gradient of an output.
+    """Returns whether ATen's kernels support ``input`` (N, C, \\*) and ``values``, each (C) or an output gradient.
 
     For other sizes, ATen may read out of bounds where the reference raises.
     """
@@ -40,7 +40,7 @@ def _has_options(options: Sequence[Any]) -> bool:
 
 
 def _parameter(values: Tensor | None, like: Tensor) -> Tensor | None:
-    """Returns parameters (C) in the dtype of ``like``: ATen takes this dtype or the input's."""
+    """Returns parameters (C) in the dtype of ``like``: ATen requires this dtype or the input's."""
     return None if values is None else values.to(like.dtype).contiguous()
 
 
@@ -58,7 +58,8 @@ def batch_norm_stats(
     if summable:
         return summable_stats(batch_norm_stats(input), caller)
     input = input.detach()
-    # Same kernels as torch.batch_norm_stats, but returns the variance. Without buffers it updates none.
+    # Runs the same kernels as torch.batch_norm_stats, but returns the variance. Updates no buffers, because none are
+    # passed.
     mean, var = torch.batch_norm_update_stats(input, None, None, 0.0)
     count = input.numel() // input.size(1)
     numbers = [count % WORD, count // WORD, *header_of(caller, call)]
@@ -71,7 +72,7 @@ def batch_norm_elemt(
     if _has_options(options) or not _takes(input, weight, bias, mean, invstd):
         return reference.batch_norm_elemt(input, weight, bias, mean, invstd, *options)
     weight, bias = _parameter(weight, mean), _parameter(bias, mean)
-    return torch.batch_norm_elemt(input, weight, bias, mean, invstd, 0.0)  # the last is not used
+    return torch.batch_norm_elemt(input, weight, bias, mean, invstd, 0.0)  # the last result is not used
 
 
 def batch_norm_backward_reduce(

@@ -22,10 +22,11 @@ _checked: set[tuple[torch.device, torch.dtype]] = set()
 
 
 def check_kernels(input: Tensor) -> bool:
-    """Checks the kernels for the device and dtype of ``input``, once. Returns False if only a later call can do it.
+    """Checks the kernels for the device and dtype of ``input``, once. Returns False if the check must wait for a later
+    call.
 
     Raises:
-        RuntimeError: a graph is being captured, in which nothing can be compared; or a kernel broke CUDA.
+        RuntimeError: a graph is being captured, so kernels cannot be compared; or a kernel broke CUDA.
     """
     key = input.device, input.dtype
     if key in _checked:
@@ -93,11 +94,11 @@ def find_difference(native: Any, device: torch.device, dtype: torch.dtype) -> st
     return None
 
 
-_Wide = dict[int, tuple[Tensor, Tensor]]  # tensors and their copies, by the id of the tensor
+_Wide = dict[int, tuple[Tensor, Tensor]]  # tensors and their copies, by id of the tensor
 
 
 def _widened(tensor: Tensor, wide: _Wide) -> Tensor:
-    """Returns the copy of ``tensor`` in ``wide``, in float64 if it has floats. Adds a missing copy."""
+    """Returns the copy of ``tensor`` in ``wide``, in float64 if it has floats. Adds the copy if it is missing."""
     if id(tensor) not in wide:
         dtype = torch.float64 if tensor.is_floating_point() else tensor.dtype
         wide[id(tensor)] = tensor, tensor.to(dtype, copy=True)
@@ -105,7 +106,7 @@ def _widened(tensor: Tensor, wide: _Wide) -> Tensor:
 
 
 def _outcome(ops: Any, call: Call, replace: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Replaces the tensors of a call and runs it. Returns its results, followed by the tensors that it writes to."""
+    """Runs a call with copies of its tensors. Returns the results, followed by the tensors that it writes to."""
     arguments = (replace(each) if isinstance(each, Tensor) else each for each in call.arguments)
     options = {name: replace(each) for name, each in call.options.items()}
     made = getattr(ops, call.op)(*arguments, **options)
@@ -125,7 +126,8 @@ def _agree(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
     unit, rounding = torch.finfo(actual.dtype).eps, _ROUNDING[accumulate_dtype(dtype)]
     if actual.dim() < 2:  # overflows like the reference
         expected = expected.where(expected.isnan() | expected.to(actual.dtype).isfinite(), expected * torch.inf)
-    # Infinities become the largest float64, so that they can be compared, and NaN a number that no result has.
+    # Replaces infinities with the largest float64, so that they compare equal, and NaN with a number that no result
+    # has.
     actual, expected = (values.double().nan_to_num(4099) for values in (actual, expected))
     size = expected.abs()
     largest = size.amax(reduced_dims(size), keepdim=True) if size.dim() > 1 else size

@@ -36,7 +36,8 @@ def _inputs(vector: int) -> list[_Input]:
     """Returns inputs for scalar loads and for loads of ``vector`` values.
 
     Each kernel runs on inputs with one part and with several parts per channel. Rows begin and end within vectors, and
-    the last tile of channels is incomplete. The order determines the activations: no value may be near a kink.
+    the last tile of channels is incomplete. An input's position in the list determines its activation. No value may be
+    near a kink of its activation.
     """
     return [
         _Input((2, 3, 768 * vector + 1), scale=9),  # bias gradients overflow float16
@@ -47,7 +48,7 @@ def _inputs(vector: int) -> list[_Input]:
         _Input((2, 1, 10400 * vector + 1)),  # 40 parts per channel
         _Input((2048 // vector + 131, 17 * vector)),  # three tiles, five in reductions
         _Input((2, 3 * vector, 3, 4), interleaved=True),
-        _Input((3, 37, 10, 11), interleaved=True),  # the number of channels is no multiple of a vector
+        _Input((3, 37, 10, 11), interleaved=True),  # the number of channels is not a multiple of the vector size
         _Input((7, 3 * vector), offset=1),
     ]
 
@@ -106,7 +107,7 @@ class Exercise:
         yield Call("batch_norm_backward_elemt", gradient, (dy,), {"grad_input": dy})
 
     def _with_faults(self) -> Iterator[Call]:
-        """Backward passes in which a word of the header differs between ranks."""
+        """Calls of backward ops with a header word that differs between ranks."""
         x, ones = self._of(self._some(3, 5, 7) + 1, self.dtype), self._full(5)
         count = torch.tensor(21, device=self.device)
         for word in range(0, HEADER_SUMS_SIZE, 2):

@@ -41,7 +41,7 @@ PROBLEMS = (  # by result of _C.cuda_support
 HAS_NATIVE = KERNELS.endswith("cuda")
 _library = torch.library.Library("bagua_syncbn_fallback", "DEF")
 _turned_off: dict[int, str] = {}  # by device: the error found in its native kernels
-_warned: set[int | None] = set()  # devices; None stands for all if there are no native kernels
+_warned: set[int | None] = set()  # devices; None for all, if there are no native kernels
 
 
 def cuda_kernels(device: int) -> str:
@@ -62,7 +62,7 @@ def cuda_problem(device: int) -> str | None:
 
 
 def turn_off(device: int, problem: str) -> None:
-    """Replaces the native kernels on a CUDA device by ATen's."""
+    """Replaces the native kernels on a CUDA device with ATen's."""
     _turned_off[device] = problem
     import_module("bagua_syncbn._C").turn_off_cuda(device)
 
@@ -79,7 +79,8 @@ def _warn_once(device: torch.device) -> None:
 
 
 def _as_op(kernel: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Returns ``kernel`` with a warning before its first call on a device. Its error is stored for Python callers."""
+    """Returns ``kernel``, wrapped to warn before its first call on a device. The wrapper stores the kernel's error for
+    Python callers."""
 
     @wraps(kernel)
     def op(*args: _P.args, **kwargs: _P.kwargs) -> _R:

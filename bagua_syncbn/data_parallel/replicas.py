@@ -1,6 +1,7 @@
-"""Meetings of a model's replicas, which torch.nn.DataParallel runs in threads.
+"""Synchronization points for a model's replicas, which torch.nn.DataParallel runs in threads.
 
-Replicas meet only in forward. Backward never waits, because autograd may run several replicas in the same thread.
+Replicas wait for each other only in forward. Backward never waits, because autograd may run several replicas in the
+same thread.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ TensorSequence: TypeAlias = Sequence[Tensor | None]
 Compute: TypeAlias = Callable[[list[TensorSequence]], Sequence[TensorSequence]]
 
 TIMEOUT = 1800.0
-"""Seconds to wait for a replica: gloo's default time-out in torch.distributed."""
+"""Seconds to wait for a replica: gloo's default timeout in torch.distributed."""
 
 
 class ReplicaError(RuntimeError):
@@ -25,20 +26,20 @@ class ReplicaError(RuntimeError):
 
 
 class Sent(NamedTuple):
-    """Tensors for a different thread, and the CUDA stream that computes them (None on CPU)."""
+    """Tensors to hand to another thread, and the CUDA stream that computes them (None on CPU)."""
 
     tensors: TensorSequence
     stream: torch.cuda.Stream | None
 
     def receive(self) -> TensorSequence:
-        """Returns the tensors, for use in this thread's current stream."""
+        """Returns the tensors, ready for use on this thread's current stream."""
         if self.stream is not None:
             stream = torch.cuda.current_stream(self.stream.device)
             if stream != self.stream:
                 stream.wait_stream(self.stream)
                 for tensor in self.tensors:
                     if tensor is not None:
-                        tensor.record_stream(stream)  # keeps the memory from being reused too early
+                        tensor.record_stream(stream)  # keeps the allocator from reusing the memory too early
         return self.tensors
 
 
@@ -58,13 +59,13 @@ def in_streams(streams: Sequence[torch.cuda.Stream | None]) -> Iterator[None]:
 
 
 class Replicas:
-    """Meetings of ``size`` replicas, each in a call of a layer, in the same order in all replicas."""
+    """Barriers of ``size`` replicas, one per layer call, in the same order in all replicas."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.error: BaseException | None = None  # first error of a replica; ends all meetings
+        self.error: BaseException | None = None  # a replica's first error; ends all waits
         self._changed = Condition()
-        # The next meeting: the layer, the tensors of the replicas that have arrived, and their results.
+        # The next barrier: the layer, the tensors of the replicas that have arrived, and their results.
         self._layer = ""
         self._sent: dict[int, Sent] = {}
         self._results: dict[int, Sent] = {}
@@ -72,8 +73,8 @@ class Replicas:
         self._ended = [0] * size  # passes per replica; the next pass may begin before peers end this pass
 
     def watch(self, rank: int, module: nn.Module) -> None:
-        """Makes each call of ``module``, hooks included, a pass of replica ``rank``; waiting peers raise at the end."""
-        call: Any = WeakMethod(module._call_impl)  # a cycle would keep the replica until the next garbage collection
+        """Makes each call of ``module`` and its hooks a pass of replica ``rank``; peers that still wait then raise."""
+        call: Any = WeakMethod(module._call_impl)  # a reference cycle would delay freeing the replica
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             self._running.add(rank)
@@ -88,7 +89,7 @@ class Replicas:
                     self._ended[rank] += 1
                     self._changed.notify_all()
 
-        # torch calls this attribute, which Module.compile sets, instead of forward and hooks. Compiled code would call
+        # If set (by Module.compile), torch calls this attribute instead of forward and hooks. Compiled code would call
         # the original module instead of the replica.
         for child in module.modules():
             vars(child).pop("_compiled_call_impl", None)
@@ -96,7 +97,7 @@ class Replicas:
         vars(module)["_bagua_syncbn_replicas"] = self
 
     def meet(self, rank: int, layer: str, tensors: TensorSequence, compute: Compute) -> TensorSequence:
-        """Waits for the same call of all replicas; returns this replica's results.
+        """Waits until all replicas make the same call; returns this replica's results.
 
         Replica 0 calls ``compute`` with all replicas' tensors, in all replicas' streams. The results would have
         different bits in each run if any replica could call it, because autograd orders nodes by thread.

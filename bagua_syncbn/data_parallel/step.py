@@ -1,4 +1,4 @@
-"""Training step of all replicas of a layer, as a single autograd node.
+"""Training step of a layer's replicas as a single autograd node.
 
 Autograd runs the node once all outputs have gradients, so that no thread waits in backward.
 """
@@ -125,7 +125,7 @@ def _gradients(ctx: Any, grad_outputs: Sequence[Tensor]) -> Sequence[Tensor | No
 
 
 def _differentiable(rows: Sequence[Any], norm: Normalization) -> list[Tensor]:
-    """Returns the outputs of all replicas, in torch operations that have derivatives of any order."""
+    """Returns all replicas' outputs, computed by torch operations that are differentiable any number of times."""
     device, dtype = rows[0][0].device, ops.accumulate_dtype(rows[0][0].dtype)
     values = torch.cat([input.transpose(0, 1).flatten(1).to(device, dtype) for input, *_ in rows], 1)
     var, mean = torch.var_mean(values, 1, correction=0)

@@ -1,4 +1,4 @@
-"""torch.nn.DataParallel with synchronized layers and replication callbacks, on devices that replicas may share."""
+"""torch.nn.DataParallel with synchronized layers and replication callbacks; replicas may share devices."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -55,7 +55,7 @@ class DataParallelWithCallback(nn.DataParallel):  # type: ignore[type-arg]
         output_device: int | str | torch.device | None = None,
         dim: int = 0,
     ) -> None:
-        # As torch numbers devices, 0 and "cuda:0" are equal, and the CPU is -1. torch's class wants distinct GPUs.
+        # Uses torch's device numbers: "cuda:0" is 0, and the CPU is -1. torch's class wants distinct GPUs.
         numbers = [device_index(device, optional=True, allow_cpu=True) for device in device_ids or ()]
         if len(set(numbers)) == len(numbers) and -1 not in numbers:
             super().__init__(module, device_ids, output_device, dim)  # type: ignore[arg-type]
@@ -109,9 +109,9 @@ class DataParallelWithCallback(nn.DataParallel):  # type: ignore[type-arg]
             return [future.result() for future in futures]
         except Exception as error:
             group: Replicas | None = vars(replicas[0]).get("_bagua_syncbn_replicas")
-            # Waiting replicas raise because of the first error.
+            # Waiting replicas raise this because a peer failed.
             failure = error if group is None or group.error is None else group.error
-        # Outside of the handler, where Python would set `error` as the context of `failure`.
+        # Raised outside the handler, so that Python does not set `error` as the context of `failure`.
         raise failure
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
@@ -140,15 +140,15 @@ def _replica(network: _Module, device: torch.device, rank: int) -> _Module:
         copy._modules = {name: copies.get(child) for name, child in module._modules.items()}
         copy._buffers = {name: buffers.get(buffer, buffer) for name, buffer in module._buffers.items()}
         for name, parameter in module._parameters.items():
-            setattr(copy, name, tensors.get(parameter))  # recurrent layers also store it in a list
+            setattr(copy, name, tensors.get(parameter))  # recurrent layers also store the parameter in a list
     return copies[network]  # type: ignore[no-any-return]
 
 
 def patch_replication_callback(data_parallel: nn.DataParallel[Any]) -> None:
     """Turns ``data_parallel`` into a :class:`DataParallelWithCallback`, in place.
 
-    ``data_parallel`` is a :class:`torch.nn.DataParallel`. If it is of a subclass, the new class inherits from both.
-    Raises TypeError for other objects.
+    ``data_parallel`` is a :class:`torch.nn.DataParallel`. If it belongs to a subclass, the new class inherits from
+    both. Raises TypeError for other objects.
     """
     if not isinstance(data_parallel, nn.DataParallel):
         raise TypeError(f"data_parallel: expected a torch.nn.DataParallel, got {type(data_parallel).__name__}")
@@ -192,7 +192,7 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
 
 
 def _replicate(layer: SyncBatchNorm, ctx: CallbackContext, copy_id: int) -> None:
-    """Connects this copy of a layer with its peers."""
+    """Connects this copy of a layer to its peers."""
     state = layer._sync_state
     others = (each for each in state.attachments if each is not refuse_alone and not isinstance(each, Replica))
     state.attachments = (Replica(ctx.replicas, copy_id, ctx.layer), *others)
@@ -214,10 +214,10 @@ def convert_model(module: _Module) -> _Module:
 
 
 def patch_sync_batchnorm() -> AbstractContextManager[Any]:
-    """Replaces ``torch.nn.BatchNorm1d``, ``2d`` and ``3d`` by the synchronized classes inside the context.
+    """Replaces ``torch.nn.BatchNorm1d``, ``2d`` and ``3d`` with the synchronized classes inside the context.
 
-    Calls of ``nn.BatchNorm2d(...)`` then build synchronized layers, in all threads. Names that were imported before, as
-    by ``from torch.nn import BatchNorm2d``, do not change.
+    Calls of ``nn.BatchNorm2d(...)`` then build synchronized layers, in all threads. Names imported earlier, e.g. with
+    ``from torch.nn import BatchNorm2d``, do not change.
 
     Example::
 
@@ -228,5 +228,5 @@ def patch_sync_batchnorm() -> AbstractContextManager[Any]:
 
 
 def replace_in_torch(*classes: Any) -> AbstractContextManager[Any]:
-    """Implements :func:`patch_sync_batchnorm` for ``classes``, for 1, 2 and 3 dimensions."""
+    """Implements :func:`patch_sync_batchnorm` with ``classes``: the 1-D, 2-D and 3-D layer classes."""
     return mock.patch.multiple(nn, BatchNorm1d=classes[0], BatchNorm2d=classes[1], BatchNorm3d=classes[2])

@@ -7,10 +7,10 @@ from torch import Tensor
 
 @runtime_checkable
 class Communicator(Protocol):
-    """Exchanges packed tensors between the ranks of a group. All ranks make the same calls in the same order.
+    """Exchanges packed tensors between the ranks of a group. All ranks must make the same calls in the same order.
 
-    Tensors are float32 or float64. If the backend cannot sum float64, set the attribute ``adds_float64 = False``: then
-    groups of any size gather statistics.
+    Tensors are float32 or float64. If the backend cannot sum float64, set the attribute ``adds_float64 = False``:
+    groups of any size then gather statistics.
     """
 
     @property

@@ -25,7 +25,7 @@ Ranks: TypeAlias = tuple[int, ...]
 class RankGroup:
     """Global ranks of a process group's members, which replaces the group in pickles and files.
 
-    Without a job it stands for this process.
+    Without a job, it means this process.
     """
 
     ranks: tuple[int, ...]
@@ -67,7 +67,7 @@ def members_by(rule: Rule, rank: int, size: int) -> Ranks | None:
 
 
 def description_of(rule: Rule) -> Any:
-    """Returns ``rule`` as users write it."""
+    """Returns ``rule`` as a ``process_group`` argument."""
     return [list(ranks) for ranks in rule] if isinstance(rule, tuple) else rule
 
 
@@ -77,13 +77,13 @@ def text_of(rule: Rule) -> str:
 
 
 class Engine(Protocol):
-    """Runs jobs, which have process groups: torch.distributed or Bagua."""
+    """Backend that runs jobs and owns their process groups: torch.distributed or Bagua."""
 
     default_group: Callable[[], Any]
-    """Returns the group of all ranks of the running job, or None. Every layer call asks."""
+    """Returns the group of all ranks of the running job, or None. Called in every layer call."""
 
     def is_in_job(self) -> bool:
-        """Returns whether a job runs, in a form that lets torch.compile trace but not see a group."""
+        """Returns whether a job runs. torch.compile can trace this without seeing a group."""
 
     def rank_and_size(self) -> tuple[int, int]:
         """Returns this process's rank in the running job, and the job's number of ranks."""
@@ -95,7 +95,7 @@ class Engine(Protocol):
         """
 
     def ranks_of(self, rule: Rule) -> Ranks:
-        """Returns the members of this rank's group. All ranks make a rule's first use together."""
+        """Returns the members of this rank's group. On the first use of a rule, all ranks must call this."""
 
     def communicator_of(self, rule: Rule, given: Any) -> Communicator:
         """Returns the layers' communicator, created by all ranks; each ``given`` group has one."""
@@ -163,7 +163,7 @@ class GroupSpec:
         """Returns the communicator if it exists in the running job, else None; LOCAL if no job runs."""
         if self.given_communicator is not None:
             return self.given_communicator
-        job = None  # as running(), without a call
+        job = None  # like running(), inlined for speed
         for engine in engines:
             job = engine.default_group() or job
         if job is None:
@@ -232,7 +232,7 @@ class GroupSpec:
 
     @property
     def description(self) -> Any:
-        """The value that stands for the group in a file."""
+        """The group's serializable form, for checkpoints."""
         return description_of(self.rule) if self.given_communicator is None else self.given_communicator
 
     def __deepcopy__(self, memo: Any) -> "GroupSpec":
@@ -257,7 +257,7 @@ def spec_of(process_group: Any) -> GroupSpec:
     """Returns the specification of ``process_group``.
 
     Raises:
-        TypeError: ``process_group`` is of an unsupported kind.
+        TypeError: ``process_group`` has an unsupported type.
         ValueError: this rank is not in the group, or the description fits no job, or not this job.
         RuntimeError: the group belongs to an engine that runs no job.
     """

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-_MOST = 8  # texts in a message, and ranges of ranks in a text
+_MOST = 8  # maximum number of texts in a message, and of rank ranges in a text
 
 
 def text_of_ranks(ranks: Iterable[int]) -> str:
@@ -24,7 +24,7 @@ def text_of_ranks(ranks: Iterable[int]) -> str:
 def ranks_by_text(texts: Iterable[tuple[int, str]]) -> list[tuple[str, str]]:
     """Groups (rank, text) pairs, in ascending order of ranks, by text; returns (ranks, text) pairs for messages.
 
-    Returns at most eight pairs; if there are more, the last pair stands for all remaining texts.
+    Returns at most eight pairs; if there are more, the last pair combines all remaining texts.
     """
     ranks: dict[str, list[int]] = {}
     for rank, text in texts:

@@ -1,8 +1,8 @@
 """Activation checkpointing: repeated calls reuse the statistics of the first run.
 
-A repetition must not communicate, because peers may not repeat the call, and must not count the batch twice. It is
-never inferred: each part of a forward that may be repeated is a :class:`Repeatable`, entered around the first run and
-around each repetition. The checkpoint holds this object, which lives as long as the graph.
+A repetition must not communicate, because peers may not repeat the call, and must not count the batch twice.
+Repetitions are never inferred: each repeatable part of a forward is a :class:`Repeatable`, entered around the first run
+and around each repetition. The checkpoint holds this object, which lives as long as the graph.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class Repeatable:
     """
 
     trained_replicas = False
-    """Whether the region trained replicas, in threads outside the region."""
+    """Whether replicas trained in the region; they run in threads outside it."""
 
     def __init__(self) -> None:
         # Results of the calls in the first run, in order: a Normalization, a ByTorch, or the error that was raised.
         self._calls: dict[nn.Module | None, list[Any]] = {}
-        self._outer: tuple[Repeatable, ...] | None = None  # also in a first run; None before the first run
+        self._outer: tuple[Repeatable, ...] | None = None  # enclosing first runs; None before the first run
         self._had_grad = False
 
     def __enter__(self) -> Repeatable:
@@ -80,7 +80,8 @@ class Repeatable:
         return self
 
     def _may_repeat(self) -> bool:
-        """Whether this entry is a repetition: in backward, or with gradients after a first run without gradients."""
+        """Returns whether this entry is a repetition: in backward, or with gradients after a first run without
+        gradients."""
         return is_in_backward() or (torch.is_grad_enabled() and not self._had_grad)
 
     def __exit__(self, *_: Any) -> None:
@@ -96,7 +97,7 @@ class Repeatable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Run:
-    """A run of regions in this thread. As the thread's ``prepare`` hook, it records or repeats each call."""
+    """A run of regions in this thread. Installed as the thread's ``prepare`` hook, it records or repeats each call."""
 
     outer: _Run | None = None
     repeated: Repeatable | None = None
@@ -163,7 +164,7 @@ def _set_run(run: _Run | None) -> None:
 def refuse_to_recompute_replicas(name: str, in_training: bool) -> None:
     """Raises RuntimeError if a checkpoint recomputes replicas: the threads would update running statistics twice.
 
-    Call it in the thread that starts the replicas. ``name`` is that of a layer in the model.
+    Call it in the thread that starts the replicas. ``name`` is the name of a layer in the model.
     """
     run = _current_run()
     if run.repeated is not None and (in_training or run.repeated.trained_replicas):
@@ -176,7 +177,8 @@ def refuse_to_recompute_replicas(name: str, in_training: bool) -> None:
 
 
 def is_repetition() -> bool:
-    """Whether this thread repeats an earlier run. False while torch.compile traces, which schedules recomputation."""
+    """Returns whether this thread is repeating an earlier run. False while torch.compile traces, which schedules
+    recomputation."""
     return not torch.compiler.is_compiling() and _current_run().repeated is not None
 
 
@@ -188,7 +190,7 @@ def _counter_in_recomputation(layer: SyncBatchNorm) -> AbstractContextManager[No
 
 
 class _CheckpointRegion(Repeatable):
-    """Region of a pass in torch's checkpoint, which repeats it whenever backward needs unsaved tensors."""
+    """Region of a torch.utils.checkpoint, which repeats it whenever backward needs unsaved tensors."""
 
     def _may_repeat(self) -> bool:
         return True

@@ -16,7 +16,7 @@ from ..torch_internals.modules import check_before_folding
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
-# No sigmoid: it is not 0 at 0, so its values at masked positions would change with zero_masked.
+# Excludes sigmoid: it is not 0 at 0, so with zero_masked, values at masked positions would change.
 _ACTIVATIONS: list[Any] = [cls for cls in MODULES if cls is not nn.Sigmoid]
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 # Methods at import. Modules of classes that were patched later are skipped.
@@ -27,9 +27,9 @@ _SEQUENTIAL = nn.Sequential.__call__, nn.Sequential.forward, nn.Sequential.__ite
 
 
 class FusedActivation(nn.Identity):
-    """Pass-through in the place of an activation that the layer computes.
+    """Pass-through that replaces an activation fused into the layer.
 
-    It refers to layer and activation, but not as children, so that names and state dict do not change.
+    It holds references to layer and activation, but not as children, so that names and state dict do not change.
     """
 
     layer: SyncBatchNorm
@@ -61,7 +61,7 @@ def fuse_activations(module: _Module) -> _Module:
 
     Layer and activation become one pass over memory, which stores only the layer's input for the backward pass;
     `In-Place Activated BatchNorm (Rota Bulò, Porzi and Kontschieder, 2018) <https://arxiv.org/abs/1712.02616>`__ stores
-    only the output. Outputs are equal up to the rounding of the value between the two.
+    only the output. Outputs are equal up to rounding of the intermediate value.
 
     A layer is fused if the next module in a container with the forward of :class:`torch.nn.Sequential` is a supported
     torch activation, except a sigmoid; :class:`torch.nn.Identity`, and dropout with ``p=0``, may be in between. A
@@ -144,7 +144,7 @@ def pairs_in(model: nn.Module) -> Iterator[Pair]:
 
 
 def _up_to_activation(modules: list[Any]) -> list[nn.Module]:
-    """Returns ``modules`` up to the first activation, if the modules before it do nothing; otherwise none."""
+    """Returns ``modules`` up to the first activation if the modules before it are no-ops; otherwise, none."""
     for at, module in enumerate(modules):
         if type(module) in _ACTIVATIONS:
             return modules[: at + 1]
@@ -154,7 +154,7 @@ def _up_to_activation(modules: list[Any]) -> list[nn.Module]:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a call of ``module`` only calls the forward that its class had at import."""
+    """Returns whether a call of ``module`` only calls the forward that its class had at import."""
     cls: Any = type(module)
     hooks = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
     is_changed = any(hooks) or module._compiled_call_impl is not None or "forward" in vars(module)

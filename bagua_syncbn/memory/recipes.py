@@ -1,9 +1,9 @@
 """Recomputed outputs: autograd saves a recipe instead of a layer's output, and backward computes the output from it.
 
 A layer saves its input x; later operations save its output y, or an activation of y. Both are elementwise functions of
-x, so the recipe is x, the layer's factors, and the activation. A tensor is identified as an output, never assumed to be
-one: the recipe is stored at the autograd node of y, an activation's node leads there and has its formula, and a write
-to y changes its version or its node.
+x, so the recipe is x, the layer's factors, and the activation. Outputs are identified by their autograd nodes: the
+recipe is stored at the node of y, an activation's node has the formula and links to that node, and a write to y changes
+its version or its node.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,10 +23,10 @@ from ..step.call import Normalization
 from ..threads import this_thread
 from ..torch_internals.modules import saving_hooks, takes_saving_hooks
 
-# Activations by the name of their autograd node without its last digit, because some in-place operations have a
-# different one. Nodes of Python functions have names that end in no digit.
+# Activations, by name of the autograd node without its last digit, which differs for some in-place operations. Names of
+# Python functions' nodes do not end in a digit.
 _NODES: dict[str, Callable[[Any], Any]] = {
-    "CloneBackward": lambda node: ops.IDENTITY,  # saved by some in-place activations
+    "CloneBackward": lambda node: ops.IDENTITY,  # tensors that some in-place activations save
     "ReluBackward": lambda node: "relu",
     "HardtanhBackward": lambda node: "relu6" if (node._saved_min_val, node._saved_max_val) == (0, 6) else None,
     "LeakyReluBackward": lambda node: ("leaky_relu", node._saved_negative_slope),
@@ -43,7 +43,7 @@ _NODES: dict[str, Callable[[Any], Any]] = {
 
 @contextmanager
 def saved_as_recipes() -> Iterator[None]:
-    """Context in which autograd saves recipes instead of outputs, unless hooks for saved tensors are in force."""
+    """Context manager in which autograd saves recipes instead of outputs, unless saved-tensor hooks are active."""
     if torch.compiler.is_compiling() or not takes_saving_hooks() or saving_hooks() is not None:
         yield
         return
@@ -56,7 +56,7 @@ def saved_as_recipes() -> Iterator[None]:
 
 
 class _Recomputed:
-    """A tensor that backward computes with ``make``, once for all operations that have packed it."""
+    """A tensor that backward computes with ``make``, once for all operations that saved it."""
 
     def __init__(self, make: Callable[[], Tensor]) -> None:
         self._make = make
@@ -94,9 +94,9 @@ class _Recipe:
         self._activated: WeakValueDictionary[ops.Activation, _Recomputed] = WeakValueDictionary()
 
     def of(self, tensor: Tensor, activation: ops.Activation | None) -> _Recomputed | None:
-        """Returns how to recompute ``tensor``, the output or an ``activation`` of it; None after a write.
+        """Returns the recipe for ``tensor``, the output or an ``activation`` of it; None if it was written to.
 
-        The write of an in-place activation does not count.
+        The write by an in-place activation itself does not count.
         """
         shares_memory = tensor.untyped_storage()._cdata == self._storage
         is_in_place = shares_memory and activation is not None
@@ -125,7 +125,8 @@ def _note_output(
 ) -> None:
     """Stores the recipe of ``output`` at its autograd node.
 
-    An output with a residual has no recipe: the residual is the output of the block before, and so on.
+    An output with a residual has no recipe: it would need the previous block's output, which would need the one before
+    it, and so on.
     """
     if norm.exchange is None or norm.statistics is None or output.grad_fn is None or residual is not None:
         return
@@ -136,7 +137,7 @@ def _note_output(
     weight, bias = (None if parameter is None else parameter.detach().clone() for parameter in (weight, bias))
     factors = weight, bias, *norm.statistics[:2]
     make = partial(_normalized, input.detach(), input._version, factors, norm)
-    # By output number, as autograd refers to outputs.
+    # Keyed by output number, like autograd's edges.
     vars(output.grad_fn).setdefault("recipes", {})[output.output_nr] = _Recipe(output, make)
 
 
@@ -156,7 +157,7 @@ def _normalized(input: Tensor, version: int, factors: Sequence[Tensor | None], n
 
 
 def _recipe_of(tensor: Tensor) -> _Recomputed | None:
-    """Returns how to recompute ``tensor``, or the tensor that it is a view of; None if its values have no recipe."""
+    """Returns the recipe for ``tensor``, or for its base if it is a view; None if there is no recipe."""
     whole = tensor if tensor._base is None else tensor._base
     node, number, activation = whole.grad_fn, whole.output_nr, None
     if node is not None and not hasattr(node, "recipes"):
@@ -177,7 +178,7 @@ def _unpack(packed: Callable[[], Tensor]) -> Tensor:
 
 
 def _unchanged(tensor: Tensor, version: int) -> Tensor:
-    """Returns ``tensor`` after torch's version check, which torch skips if there are hooks."""
+    """Returns ``tensor`` after torch's version check, which torch skips for saved tensors with hooks."""
     if tensor._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "

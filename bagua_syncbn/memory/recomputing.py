@@ -22,10 +22,10 @@ def recompute_outputs(module: _Module, *, enabled: bool = True) -> _Module: ...
 def recompute_outputs(module: _Module | None = None, *, enabled: bool = True) -> _Module | AbstractContextManager[None]:
     """Recomputes the outputs of synchronized layers in the backward pass instead of storing them.
 
-    Subsequent layers may save the output of a synchronized layer, a view of it, or an activation of it, as a module or
-    a function, also in place. Backward recomputes these tensors with elementwise passes over the layer's input, which
-    is stored anyway. The values are bitwise equal, because the same kernels run on the same input. In a single process,
-    the layers use the kernels of this package instead of :func:`torch.nn.functional.batch_norm`.
+    Subsequent layers may save a synchronized layer's output, a view of it, or its activation (module or function,
+    in-place or not). Backward recomputes these tensors with elementwise passes over the layer's input, which is stored
+    anyway. The values are bitwise equal, because the same kernels run on the same input. In a single process, the
+    layers use the kernels of this package instead of :func:`torch.nn.functional.batch_norm`.
 
     This stores as little as `In-Place Activated BatchNorm (Rota Bulò, Porzi and Kontschieder, 2018)
     <https://arxiv.org/abs/1712.02616>`__, which stores the activation's output and inverts the activation.
@@ -61,7 +61,7 @@ def recompute_outputs(module: _Module | None = None, *, enabled: bool = True) ->
         return saved_as_recipes()
     check_module(module)
     model: Any = module
-    # The wrapped module, which keeps the setting without the wrapper.
+    # Set on the wrapped module, which keeps the setting when the wrapper is removed.
     target = model.module if isinstance(model, nn.DataParallel) else model
     if enabled != _recomputes(target):
         cls: Any = type(target)
@@ -73,8 +73,8 @@ def recompute_outputs(module: _Module | None = None, *, enabled: bool = True) ->
 def _recomputing_class(cls: Any) -> Any:
     """Returns a subclass of ``cls`` that recomputes outputs in its calls.
 
-    Not a pair of hooks: torch calls no forward hook if Ctrl-C ends the forward. Not an attribute of the module: copies
-    and replicas would call the forward of the first module.
+    A subclass rather than a pair of hooks: torch does not call forward hooks after Ctrl-C in the forward. Not an
+    instance attribute either: copies and replicas would call the forward of the original module.
     """
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -91,7 +91,7 @@ def _recomputing_class(cls: Any) -> Any:
         "__doc__": cls.__doc__,
         "__reduce_ex__": reduce_ex,
         "forward": functools.wraps(cls.forward)(forward),
-        "_derived_from": _recomputing_class,  # for conversion: derives a class from the synchronized class
+        "_derived_from": _recomputing_class,  # conversion uses it to derive a class from the synchronized class
     }
     return type(cls.__name__, (cls,), namespace)
 
@@ -101,7 +101,7 @@ def _recomputes(module: nn.Module) -> bool:
 
 
 def _make_recomputing(make: Callable[..., nn.Module], *arguments: Any) -> nn.Module:
-    """Creates a module for a copy or from a file."""
+    """Creates a module when a copy or pickle is loaded."""
     return recompute_outputs(make(*arguments))
 
 

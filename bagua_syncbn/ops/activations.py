@@ -16,7 +16,7 @@ class _Formula(NamedTuple):
     value: Callable[[Tensor, float], Tensor]  # differentiable any number of times
     gradient: Callable[[Tensor, Tensor, float], Tensor]  # grad_output times the derivative
     parameter: float | None = None  # torch's default; None for activations without a parameter
-    is_cheap: bool = False  # on a CPU, computing it takes less time than loading or storing it
+    is_cheap: bool = False  # whether computing it on a CPU is faster than loading or storing it
 
 
 _aten = torch.ops.aten
@@ -63,12 +63,12 @@ class Activation(NamedTuple):
     parameter: float = 0.0
 
     def __str__(self) -> str:
-        """Returns the argument of a layer for this activation."""
+        """Returns the ``activation`` argument that selects this activation."""
         return repr(self.name if _FORMULAS[self.name].parameter is None else tuple(self))
 
     @property
     def code(self) -> int:
-        """Index in calls of the ops."""
+        """Index that the ops take."""
         return _NAMES.index(self.name)
 
     @property
@@ -113,10 +113,10 @@ def activation_of(activation: str | tuple[str, float] | nn.Module | None) -> Act
 
 
 def value(z: Tensor, code: int, parameter: float) -> Tensor:
-    """Returns the activation of ``code`` at ``z``."""
+    """Applies the activation with index ``code`` to ``z``."""
     return _FORMULAS[_NAMES[code]].value(z, parameter)
 
 
 def gradient(grad_output: Tensor, z: Tensor, code: int, parameter: float) -> Tensor:
-    """Returns ``grad_output`` times the derivative of the activation of ``code`` at ``z``."""
+    """Returns ``grad_output`` times the derivative at ``z`` of the activation with index ``code``."""
     return _FORMULAS[_NAMES[code]].gradient(grad_output, z, parameter)

@@ -24,7 +24,7 @@ SCHEMAS: dict[str, str] = {}
 
 
 def defines(fake: Callable[..., object], mutates: Sequence[str] = ()) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Decorator: the function defines the op of the same name, and computes it on devices without native kernels.
+    """Decorator that defines the op with the function's name; the function also runs on devices without native kernels.
 
     Args:
         fake: returns empty results, for tracing.
@@ -36,7 +36,7 @@ def defines(fake: Callable[..., object], mutates: Sequence[str] = ()) -> Callabl
         # Python ints become SymInts, which the ops do not take.
         inferred = torch.library.infer_schema(function, mutates_args=mutates).replace("SymInt", "int")
         SCHEMAS[name] = name + inferred
-        # Flexible: torch.compile may choose other layouts than traced, as for convolutions, without copies.
+        # The tag lets torch.compile choose layouts other than the traced one without copies, as for convolutions.
         library.define(SCHEMAS[name], tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
         torch.library.register_fake(f"bagua_syncbn::{name}", fake, lib=library)
         library.impl(name, function, "CompositeExplicitAutograd")
@@ -66,7 +66,7 @@ def like_input(input: Tensor, values: Tensor) -> Tensor:
 
 
 def laid_out_as(input: Tensor, grad_output: Tensor) -> Tensor:
-    """Returns ``grad_output`` in the memory format of ``input``, so that no two ops make the same copy."""
+    """Returns ``grad_output`` in the memory format of ``input``, so that two ops do not both copy it."""
     strides = zip(input.size(), input.stride(), grad_output.stride(), strict=True)
     if all(size == 1 or expected == stride for size, expected, stride in strides):
         return grad_output

@@ -18,8 +18,8 @@ def _is_integer(values: Tensor, most: int) -> Tensor:
 
 def _merge_rows(gathered: Tensor, fault: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Returns mean and variance (C), and the count of values per channel, of all ranks' rows together."""
-    # All ranks merge the same rows in the same order (Chan, Golub and LeVeque), so they get the same bits. The row of
-    # an empty rank has a count of 0, hence no weight.
+    # All ranks merge the same rows in the same order (Chan, Golub and LeVeque), so they get the same bits. An empty
+    # rank's row has a count of 0, and so no weight.
     size = header_size(gathered)
     channels = (gathered.size(1) - 2 - size) // 2
     rows = gathered.to(merge_dtype(gathered.device))

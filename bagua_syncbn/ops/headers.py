@@ -27,7 +27,7 @@ PART = 2**12  # bound of each part of a fingerprint: float32 holds its square
 
 
 def header_size(gathered: Tensor) -> int:
-    """Returns the size of the header in each row of ``gathered``, or 0."""
+    """Returns the header size of the rows in ``gathered``; 0 without headers."""
     return HEADER_SIZE if gathered.size(1) % 2 else 0
 
 

@@ -37,7 +37,7 @@ def _load() -> tuple[str, bool]:
 def _warn_without_library(folder: Path) -> None:
     """Warns that plain torch computes, unless this system cannot build the library."""
     record = folder / "build_info.json"
-    if not record.exists():  # nothing was built here
+    if not record.exists():  # no native library here
         message = f"was imported from its sources in {folder}, which contain no native kernels"
         remedy = "Leave that folder to use the installed package, or build the kernels there: pip install -e ."
     else:
@@ -61,7 +61,8 @@ KERNELS, LIBRARY_HAS_CUDA = _load()
 def hold_buffers(held: bool) -> None:
     """Sets whether ``batch_norm_gather_stats`` skips buffer updates in this thread.
 
-    A recomputed forward updated them in the first run. Compiled code, which calls the op, cannot know.
+    A recomputed forward skips them, because the first run updated the buffers. The op checks this flag,
+    because compiled code cannot.
     """
     this_thread.holds_buffers = held
     if KERNELS != "reference":

@@ -30,14 +30,14 @@ def merge_stats(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Calls ``batch_norm_gather_stats`` with the eps mode of ``options`` and a counter of any dtype."""
     running_mean, running_var, counter = buffers
-    if counter is not None and counter.dtype != torch.int64:  # cast with its module
+    if counter is not None and counter.dtype != torch.int64:  # cast together with its module
         whole = counter.to(torch.int64)
         merged = merge_stats(gathered, buffers._replace(num_batches_tracked=whole), options, ranks, fault, call)
         counter.copy_(whole)
         return merged
     eps, is_clamp = options.eps, options.eps_mode != "plus"
     arguments = gathered, running_mean, running_var, counter, options.momentum, 0.0 if is_clamp else eps, fault
-    # Each argument that is given takes half a microsecond.
+    # Each argument that is passed takes half a microsecond.
     is_plain = ranks == 1 and not options.skip_nonfinite
     merged = _gather_stats(*arguments) if is_plain else _gather_stats(*arguments, options.skip_nonfinite, ranks, call)
     if not is_clamp or not eps:
@@ -52,7 +52,7 @@ def inverse_deviation(var: Tensor, options: Options) -> Tensor:
 
 
 def is_clamped(invstd: Tensor, options: Options) -> Tensor | None:
-    """Returns a mask (C) of the channels where ``eps`` replaces the variance; None if there can be none."""
+    """Returns a mask (C) of the channels where ``eps`` replaces the variance; None if there are none."""
     if options.eps_mode == "plus" or not options.eps:
         return None
     limit: float = options.eps**-0.5

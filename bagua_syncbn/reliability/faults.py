@@ -1,4 +1,4 @@
-"""Fault records, where ops note mismatched headers, and the errors raised for them."""
+"""Fault records, where ops record mismatched headers, and the errors raised for them."""
 
 import ctypes
 from collections.abc import Collection, Iterable, Sequence
@@ -11,7 +11,8 @@ from .. import ops
 from ..groups import ranks_by_text
 from .signatures import RAISED, CallSignature
 
-CHECKED_AT_ONCE = ("cpu",)  # devices whose hosts check the record after each op: all ranks raise in the same call
+# Device types whose record the host checks after each op, so that all ranks raise in the same call.
+CHECKED_AT_ONCE = ("cpu",)
 
 
 class FaultRecord:
@@ -42,8 +43,8 @@ class FaultRecord:
     def raise_if_found(self) -> None:
         """Raises RuntimeError if an op has recorded a fault. Does not wait for a device.
 
-        Clears the kind if it is checked at once; else later calls raise too. Ops write the kind last and never
-        overwrite a fault: a second fault is not recorded, but its results are NaN.
+        Clears the kind on devices that are checked after each op; on others, later calls raise too. Ops write the kind
+        last and never overwrite a fault: a second fault is not recorded, but its results are NaN.
         """
         kind, first, *headers = self._values
         if not kind:
@@ -59,7 +60,7 @@ class FaultRecord:
         raise RuntimeError(differ_text(one, [(0, one), (first, other)]))
 
 
-_records: WeakSet[FaultRecord] = WeakSet()  # of all histories that live
+_records: WeakSet[FaultRecord] = WeakSet()  # records of all live histories
 
 
 def check_ranks() -> None:
@@ -67,7 +68,7 @@ def check_ranks() -> None:
 
     On CPU such calls raise immediately. On devices the host does not wait: the output or gradient is NaN, running
     statistics do not change, and a later call raises. Call this function, for example after each epoch, to find all
-    such calls. Compiled calls are not found; their results are NaN.
+    such calls. Does not detect mismatched compiled calls, but their results are NaN.
 
     Raises:
         RuntimeError: ranks made different calls, which the error names.
@@ -84,7 +85,7 @@ def check_ranks() -> None:
 
 
 def describe(header: Sequence[float], recent: Collection[tuple[int, CallSignature]]) -> str:
-    """Returns a description of the call with this header, by name if this rank has made the same call."""
+    """Describes the call with this header, including its name if this rank has made the same call."""
     layer, options, number = map(int, header)
     caller = layer * ops.WORD + options
     text = "an error that this rank raised" if caller == RAISED else "a call unknown to this rank"
@@ -95,7 +96,8 @@ def describe(header: Sequence[float], recent: Collection[tuple[int, CallSignatur
 
 
 def differ_text(own: str, calls: Iterable[tuple[int, str]] = ()) -> str:
-    """Returns the error for ranks that made different ``calls``, by rank. If unknown, it names this rank's ``own``."""
+    """Returns the error for ranks that made different ``calls``, by rank. If the calls are unknown, the error names
+    this rank's ``own`` call."""
     by_text = ranks_by_text(calls) or [("this rank", own), ("another rank", "another call")]
     return (
         f"sync_batch_norm: ranks made different calls: {'; '.join(f'{ranks}: {call}' for ranks, call in by_text)}; "

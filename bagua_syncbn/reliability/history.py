@@ -18,25 +18,26 @@ from .signatures import CallSignature, exact_bits
 class CallHistory:
     """Calls of a group, and predictions that are equal on all ranks. A step starts at a forward after a backward."""
 
-    most = 2**14  # predictions; all ranks forget them at the same call
+    most = 2**14  # maximum number of predictions; all ranks clear them at the same call
 
     def __init__(self) -> None:
-        self.rank = self.size = 0  # both 0 before the first eager call
+        self.rank = self.size = 0  # both are 0 before the first eager call
         self.exact_bits = 0  # mask for fingerprints
         self.calls = 0
         self.number = 1  # next call's number in headers; never 0, the number of compiled calls
         self.probes = 0
-        self.compiled: set[int] = set()  # kinds that were compiled: eager calls have compiled headers too
-        self.device: torch.device | None = None  # of messages; None before the first message
+        self.compiled: set[int] = set()  # kinds of compiled layers, whose eager calls also use compiled headers
+        self.device: torch.device | None = None  # device type of messages; None before the first message
         self.failure: str | None = None  # failed call, after which ranks do not agree on the next call
         self.sending: CallSignature | None = None  # unfinished call, in any thread
         self.pending: Any = None  # the Probe for this rank's error, until the peers' answers are read
         self.last: CallSignature | None = None
-        self.next: CallSignature | None = None  # call that followed the same calls of an earlier step
+        self.next: CallSignature | None = None  # the call that followed the same sequence in an earlier step
         self.recent: deque[tuple[int, CallSignature]] = deque(maxlen=2**12)  # numbers and signatures of calls
         self._records: dict[str, FaultRecord] = {}  # by type of device
         self._place = 0  # hash of the calls of this step
-        self._following: dict[int, CallSignature] = {}  # next call, by place in a step and by caller of the last call
+        # Next call, keyed by position in the step, and by caller of the last call.
+        self._following: dict[int, CallSignature] = {}
         self._numbers = WeakIdKeyDictionary()
         self._callers: Counter[str] = Counter()
 
@@ -46,7 +47,7 @@ class CallHistory:
         return known if known is not None or last is None else self._following.get(last.caller)
 
     def add(self, signature: CallSignature) -> None:
-        """Adds a call that all ranks have made."""
+        """Records a call that all ranks have made."""
         last, following, place = self.last, self._following, self._place
         if len(following) > self.most:
             following.clear()
@@ -79,7 +80,7 @@ class CallHistory:
         return self._records.get(device_type)
 
 
-# By group, or by communicator if it has no group; compared by identity because communicators may define equality.
+# Keyed by group, or by communicator if it has no group; by identity, because communicators may define equality.
 _histories = WeakIdKeyDictionary()
 
 
@@ -92,7 +93,7 @@ def history_in(communicator: Communicator) -> CallHistory:
 
 
 def histories() -> list[CallHistory]:
-    """Returns the histories of all living groups."""
+    """Returns the histories of all live groups."""
     return [_histories[group] for held in _histories.keyrefs() if (group := held()) is not None]
 
 
@@ -105,7 +106,7 @@ def history_of(group: Any) -> CallHistory:
 
 
 def _fail_after_fork() -> None:
-    """Fails all groups in a child process, which has no threads for their backends."""
+    """Marks all groups as failed in a forked child, which lacks their backends' threads."""
     for history in histories():
         history.failure, history.pending = FORKED, None
 

@@ -22,7 +22,7 @@ from .faults import describe, differ_text
 from .history import CallHistory, history_in
 from .signatures import RAISED, word_of
 
-_TEXT_SIZE = 480  # bytes in which a rank describes its call
+_TEXT_SIZE = 480  # size in bytes of a rank's description of its call
 
 
 class Probe:
@@ -69,7 +69,8 @@ class Probe:
 def report_error(process_group: Any, layer: Any, error: Exception) -> None:
     """Makes peers raise: sends a probe instead of this rank's next message, without waiting.
 
-    The next call continues if all ranks raised, and raises otherwise. No-op before the first message and while tracing.
+    The next call continues if all ranks raised, and raises otherwise. No-op before the first message and during
+    tracing.
     """
     if torch.compiler.is_compiling() or is_tracing() or isinstance(error, NO_ERRORS) or is_capturing():
         return
@@ -92,7 +93,7 @@ def _notify(communicator: TorchCommunicator, history: CallHistory, name: str, er
     if record is not None and record.kind.value and not at_once:  # peers may have stopped sending
         return
     what = f"{type(error).__name__} in {name}, call {history.calls + 1}"
-    history.failure = what  # first, because an interrupt may end what follows
+    history.failure = what  # set first, because an interrupt may end this function
     if history.sending is not None:  # peers may expect this message or the next
         leave(communicator, what, error)
         return
@@ -130,13 +131,13 @@ def resume(history: CallHistory) -> None:
 def encode(text: str) -> Tensor:
     """Returns a message that contains ``text``."""
     said = text.encode("ascii", "replace").ljust(_TEXT_SIZE)
-    if len(said) > _TEXT_SIZE:  # keeps the end, where texts may differ
+    if len(said) > _TEXT_SIZE:  # keeps the end of the text, where descriptions are more likely to differ
         said = said[: _TEXT_SIZE // 2 - 5] + b" ... " + said[-_TEXT_SIZE // 2 :]
     return torch.tensor(list(said), dtype=torch.float32, device="cpu")
 
 
 def decode(gathered: Tensor) -> list[str]:
-    """Returns the texts of all ranks."""
+    """Returns all ranks' texts."""
     codes = gathered.to(torch.uint8)
     said = ctypes.string_at(codes.data_ptr(), codes.numel()).decode()
     return [said[start : start + _TEXT_SIZE].rstrip() for start in range(0, len(said), _TEXT_SIZE)]

@@ -101,9 +101,9 @@ class RankExchange(Exchange):
         return total
 
     def _send(self, collective: Callable[[Tensor], Tensor], packed: Tensor, signature: CallSignature) -> Tensor:
-        """Runs ``collective`` on the message ``packed`` once all ranks are known to send such a message.
+        """Runs ``collective`` on the message ``packed`` after making sure that all ranks send the same kind of message.
 
-        ``history.sending`` is set until the ranks are known to agree. If an exception interrupts this, the next message
+        ``history.sending`` is set until agreement is confirmed. If an exception interrupts this, the next message
         that peers expect is unknown, so the group has failed.
         """
         history, record, number = self._history, self._record, self._number
@@ -111,7 +111,7 @@ class RankExchange(Exchange):
             resume(history)
         if record is not None and record.kind.value:
             record.raise_if_found()
-        # No call or jump between the read and the write, so that threads cannot switch.
+        # There is no call or jump between the read and the write, so that threads cannot switch.
         unfinished, history.sending = history.sending, signature
         try:
             if unfinished is not None:
@@ -127,7 +127,7 @@ class RankExchange(Exchange):
             return result
         except BaseException as error:
             failure = self._describe(signature, history.calls + 1)
-            if history.failure == failure:  # all ranks know that they differ
+            if history.failure == failure:  # all ranks have detected the mismatch
                 raise
             history.failure, communicator = failure, self.communicator
             leave(communicator, failure, error)
@@ -136,7 +136,7 @@ class RankExchange(Exchange):
             raise RuntimeError(
                 f"sync_batch_norm: collective failed in the {failure}, on rank {communicator.rank} of "
                 f"{communicator.size}: {type(error).__name__}: {error}. A peer died, raised an error, was late, or ran "
-                "different code until the time-out; this group can no longer be used"
+                "different code until the timeout; this group can no longer be used"
             ) from error
 
     def _agree_on(self, signature: CallSignature, packed: Tensor) -> None:
@@ -156,7 +156,8 @@ class RankExchange(Exchange):
     def _disagree(self, own: str, device: torch.device, headers: Sequence[Sequence[float]] = ()) -> NoReturn:
         """Raises RuntimeError for ranks that made different calls; ``own`` describes this rank's call.
 
-        On CPU all ranks in eager code call this and exchange descriptions. On devices some ranks may not notice.
+        On CPU all ranks in eager code call this and exchange descriptions. On devices, some ranks may not detect the
+        mismatch.
         """
         history, communicator = self._history, self.communicator
         history.failure = own
@@ -201,9 +202,9 @@ class CompiledExchange(Exchange):
         return self.communicator.all_reduce(sums), self.communicator.size, None, 0
 
 
-@untraced  # compiled checkpoints refuse traced changes of outside state
+@untraced  # compiled checkpoints do not allow traced side effects
 def note_compilation(group_name: str | None, ranks: int, kind: str, sums: bool, *shared: Any) -> tuple[int, int]:
-    """Notes that layers of this kind are compiled in a group. Returns the header and the backward's fingerprint."""
+    """Records that layers of this kind are compiled in a group. Returns the header and the backward's fingerprint."""
     signature = signature_of(kind, kind, shared, sums)
     if group_name is not None:
         history_of(group_named(group_name)).compiled.add(signature.kind)

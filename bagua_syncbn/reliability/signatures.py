@@ -50,9 +50,9 @@ class CallSignature:
     is_backward: bool = False
 
     def __post_init__(self) -> None:
-        # In compiled code, the class of the model stands for the layer.
+        # Compiled code identifies a layer by the class of its model.
         self.compiled_caller = self.kind * ops.WORD + self.caller % ops.WORD
-        # Signatures of the passes that follow a forward.
+        # Signatures of the backward passes of a forward.
         self.backward = self.derivative = self
 
 
@@ -67,7 +67,7 @@ def shared_options(call: Call, options: Options) -> tuple[Any, ...]:
         updates = "in accumulate_statistics"
     eps, momentum, *others, _ = options
     if getattr(call.layer, "momentum", 0) is None:
-        momentum = None  # the layer may pass a different factor for each batch
+        momentum = None  # the layer may pass a different momentum for each batch
     channels = call.input.size(1)
     if torch.compiler.is_compiling():
         channels, eps, momentum = as_number(channels), as_number(eps), as_number(momentum)
@@ -76,10 +76,11 @@ def shared_options(call: Call, options: Options) -> tuple[Any, ...]:
 
 @functools.lru_cache(2**14)  # options may change in every step
 def signature_of(name: str, kind: str, shared: tuple[Any, ...], sums: bool) -> CallSignature:
-    """Returns the signature of a forward of the layer ``name``, whose ranks send sums or else rows of statistics."""
+    """Returns the signature of a forward of the layer ``name``, in which ranks send either sums or rows of
+    statistics."""
     channels, is_double, updates, *options = shared
     details = f"{channels} channels, {'float64' if is_double else 'float32'}"
-    defaults = Options(eps=math.nan, momentum=math.nan)[:-1]  # nothing equals NaN: always lists these two
+    defaults = Options(eps=math.nan, momentum=math.nan)[:-1]  # NaN equals nothing, so these two are always listed
     for field, value, default in zip(Options._fields[:-1], options, defaults, strict=True):
         details += f", {field}={value}" if value != default else ""
     details += f", {updates}" if updates else ""
@@ -102,5 +103,5 @@ def signature_of(name: str, kind: str, shared: tuple[Any, ...], sums: bool) -> C
 def uses_sums(input: Tensor, communicator: Communicator) -> bool:
     """Returns whether ranks send sums of statistics instead of rows; the same on all ranks, compiled or not."""
     # Sums need a wider dtype than the statistics.
-    is_narrow = input.dtype != torch.float64 and input.device.type != "mps"  # which has no float64
+    is_narrow = input.dtype != torch.float64 and input.device.type != "mps"  # the device has no float64
     return is_narrow and is_large(communicator.size) and getattr(communicator, "adds_float64", True)

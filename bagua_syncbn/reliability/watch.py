@@ -28,7 +28,7 @@ def watch(history: CallHistory, communicator: Communicator) -> None:
 
 
 def _watch(history_of: ref[CallHistory], living: Lock, seconds: float, group: str, nccl: str) -> None:
-    """Logs calls in which this rank has waited for half of the time-out."""
+    """Logs calls in which this rank has waited for half of the timeout."""
     seen: object = None
     since = time.monotonic()
     has_logged = False
@@ -43,15 +43,15 @@ def _watch(history_of: ref[CallHistory], living: Lock, seconds: float, group: st
         if call and history.failure is None:
             has_logged = True
             _log.warning(
-                "sync_batch_norm: rank %d of %d has waited for %.3g s, half of its group's time-out, in the %s. "
+                "sync_batch_norm: rank %d of %d has waited for %.3g s, half of its group's timeout, in the %s. "
                 "A peer died, raised an error, runs different code, or is late (group %s)",
                 history.rank, history.size, now - since, call, group,
             )  # fmt: skip
-        del history  # may end during the wait
+        del history  # the group may end during the wait
 
 
 def unfinished_call(history: CallHistory, nccl: str) -> str:
-    """Returns the current call of this rank, or else of its device; "" if there is none."""
+    """Returns the call that this rank, or else its device, is running; "" if there is none."""
     if history.sending is not None:
         return f"{history.sending.text}, call {history.calls + 1}"
     enqueued, completed = nccl_progress(nccl)

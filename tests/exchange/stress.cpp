@@ -180,7 +180,7 @@ void run_deaths() {
   const auto late = Clock::now();
   const auto sleeps = [](Segment&) { pause(); };
   expect(error_beside(sleeps, 0.3) == "rank 1 of the group did not come within the timeout", "a rank that is late");
-  expect(seconds_since(late) < 2, "a time-out is noticed late");
+  expect(seconds_since(late) < 2, "a timeout is detected late");
 }
 
 }  // namespace

@@ -20,7 +20,7 @@ import bagua_syncbn
 from bagua_syncbn.communicators import TorchCommunicator, shared
 from tests.faults.programs import message_of, own_group
 
-SECONDS = 300.0  # the time-out of the group; peers must notice a death long before
+SECONDS = 300.0  # timeout of the group; peers must detect a death long before it
 
 
 def end_process(how):

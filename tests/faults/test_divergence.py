@@ -97,7 +97,7 @@ DIVERGENCES = {
     "a function": Program(change=call_function_for_a, named=(forward("a"), "forward of sync_batch_norm (8 channels")),
 }
 
-# The last rank sends nothing, so peers wait until the time-out.
+# The last rank sends nothing, so peers wait until the timeout.
 ABSENT = {
     "a step left out": Program("", named=(forward("a"),)),
     "evaluation of the model": Program(change=nn.Module.eval, named=(forward("a"),)),

@@ -1,4 +1,4 @@
-"""A rank that has waited for half of the time-out logs its call."""
+"""A rank that has waited for half of the timeout logs its call."""
 
 import logging
 import re
@@ -12,7 +12,7 @@ from bagua_syncbn.reliability import watch
 from bagua_syncbn.reliability.history import history_in
 from tests.faults.programs import STEP, forward, message_of, own_model
 
-SECONDS = 6.0  # time-out of the group; calls take much less than half of it, even on a busy machine
+SECONDS = 6.0  # timeout of the group; calls take much less than half of it, even on a busy machine
 
 
 @contextmanager

@@ -129,7 +129,7 @@ def run_threads(size: int, function: Callable[[ThreadCommunicator], Any]) -> lis
             room.leave(f"rank {rank} raised {error!r}")
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
-    # The watch needs torch's time-out, which these groups don't have.
+    # The watch needs torch's timeout, which these groups don't have.
     with patch("bagua_syncbn.reliability.protocol.watch"):
         for thread in threads:
             thread.start()

@@ -1,4 +1,4 @@
-"""Bagua's ``GradientAllReduceAlgorithm``; without Bagua, a class with its options."""
+"""Bagua's ``GradientAllReduceAlgorithm``; without Bagua, a class with the same options."""
 
 from typing import TYPE_CHECKING
 
