@@ -1,4 +1,4 @@
-"""DTensor input: a call computes on this rank's shards, with the statistics of the whole tensor.
+"""DTensor inputs: each rank computes on its shards, with the statistics of the whole tensor.
 
 torch.distributed.tensor takes a second to import. It is never imported here: a DTensor exists only after that import.
 """
@@ -91,7 +91,7 @@ class _Shards:
         return tensor.to_local()
 
     def buffer(self, name: str, tensor: Any) -> Any:
-        """Returns the elements of ``tensor`` for this rank's channels, or the scalar, to be written in place."""
+        """Returns the part of ``tensor`` for this rank's channels, or the scalar, for in-place updates."""
         if not self._is_distributed(name, tensor):
             return tensor
         with torch.no_grad():
@@ -99,7 +99,7 @@ class _Shards:
             return self.local(name, tensor, self._per_channel if tensor.dim() else replicated)
 
     def parameter(self, name: str, tensor: Any) -> Any:
-        """Returns the elements of ``tensor`` for this rank's channels, from any placement on the mesh.
+        """Returns the part of ``tensor`` for this rank's channels, from any placement on the mesh.
 
         The gradient of a DTensor is the gradient for the whole input, placed like the DTensor.
         """
@@ -114,7 +114,8 @@ class _Shards:
         return tensor.redistribute(placements=self._per_channel).to_local(grad_placements=grad_placements)
 
     def _is_distributed(self, name: str, tensor: Tensor | None) -> bool:
-        """Returns False for None and plain tensors; raises TypeError if a plain tensor has channels of other ranks."""
+        """Returns False for None and plain tensors; raises TypeError if a plain tensor would include other ranks'
+        channels."""
         if tensor is None or is_distributed(tensor):
             return tensor is not None
         if tensor.dim() and not self._has_all_channels:

@@ -1,4 +1,4 @@
-"""Layers hold parameters, buffers and options; :mod:`.functional` computes."""
+"""The layers. They hold parameters, buffers and options, and call :mod:`.functional`."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +33,7 @@ class BatchNorm(_BatchNorm):
 
 
 def _peers_of(layer: "SyncBatchNorm", *_: Any, **__: Any) -> tuple[Any, Any] | None:
-    # Replicas run in threads, which cannot use process groups.
+    # Raised because replicas run in threads, which cannot use process groups.
     return (layer._sync_state.group, layer) if layer.training and "_is_replica" not in vars(layer) else None
 
 
@@ -93,7 +93,7 @@ class SyncBatchNorm(_BatchNorm):
     skip_nonfinite: bool = False
     fused_activation: str | tuple[str, float] | nn.Module | None = None
 
-    # Set by bagua_syncbn.conversion. The name is torch's and Bagua's.
+    # Set by bagua_syncbn.conversion. Named as in torch and Bagua.
     convert_sync_batchnorm: ClassVar[Callable[..., Any]]
 
     # True if the class overrides __getattr__, which may return tensors other than the registered ones.
@@ -146,7 +146,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @cached_property
     def _sync_state(self) -> LayerState:
-        """State that other modules attach to the layer. Created here if the class was set by assignment."""
+        """State that other modules attach to the layer. Created lazily if the class was assigned by conversion."""
         return LayerState()
 
     @property
@@ -214,13 +214,13 @@ class SyncBatchNorm(_BatchNorm):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
-        if not isinstance(reduced[2], dict):  # from __getstate__ of a subclass
+        if not isinstance(reduced[2], dict):  # returned by a subclass's __getstate__
             return reduced
-        # The copy has no attachments and caches.
+        # The copy has no attachments or caches.
         return *reduced[:2], {**reduced[2], "_sync_state": copy(self._sync_state)}, *reduced[3:]
 
     def __prepare_scriptable__(self) -> NoReturn:
-        # torch.jit.script replaces the layer in the model by the result, which would leave the model unsynchronized.
+        # torch.jit.script replaces the layer in the model with the result, so the model would be unsynchronized.
         raise TypeError(
             f"torch.jit.script: cannot script {type(self).__name__}; script "
             "bagua_syncbn.revert_sync_batchnorm(copy.deepcopy(model))"
@@ -252,7 +252,7 @@ def _call_of(layer: SyncBatchNorm, input: Tensor, residual: Tensor | None, masks
 
 
 def through_attachments(layer: SyncBatchNorm, call: Call) -> Tensor:
-    """Computes ``call`` through the attachments of ``layer``."""
+    """Runs ``call`` through the attachments of ``layer``."""
     go = batch_norm
     for attachment in layer._sync_state.attachments:
         go = partial(attachment, go)
@@ -260,7 +260,7 @@ def through_attachments(layer: SyncBatchNorm, call: Call) -> Tensor:
 
 
 def refuse_alone(go: Callable[[Call], Tensor], call: Call) -> Tensor:
-    """Attachment of a replica without callbacks: it would train unsynchronized."""
+    """Attachment that raises in replicas without callbacks, which would train unsynchronized."""
     if call.synchronizes:
         raise RuntimeError(
             f"{type(call.layer).__name__}: the replicas of this DataParallel model cannot find each other; use "
@@ -270,7 +270,7 @@ def refuse_alone(go: Callable[[Call], Tensor], call: Call) -> Tensor:
 
 
 def as_one_node(layer: nn.Module, proxy: Proxy, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """Returns a node that calls ``layer`` in the torch.fx graph of ``proxy``, for layers of ``torch.nn`` the default.
+    """Returns a torch.fx graph node that calls ``layer``, as torch.fx does by default for ``torch.nn`` layers.
 
     torch.fx cannot trace synchronized layers: they branch on the input, and their calls depend on the job.
     """
@@ -280,7 +280,7 @@ def as_one_node(layer: nn.Module, proxy: Proxy, args: Sequence[Any], kwargs: Map
 
 
 def options_of(layer: Any) -> Options:
-    """Returns the options of a layer; the activation is not parsed."""
+    """Returns the options of a layer, with an unparsed activation."""
     return Options(layer.eps, layer.momentum, layer.eps_mode, layer.skip_nonfinite, layer.fused_activation)
 
 

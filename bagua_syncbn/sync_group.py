@@ -10,7 +10,7 @@ from .groups.spec import NODE
 def sync_group(process_group: Any) -> Any:
     """Returns the process group of this rank for a description.
 
-    All ranks of a job make the first use of a description together, because it determines the groups' members. First
+    All ranks of the job must take part in the first use of a description, which creates the groups. First
     uses of several descriptions must be in the same order on all ranks. A first use is this call or the first training
     forward of a layer. This call also makes the layers' group, a second group of the same ranks, so that your messages
     do not interfere with theirs.

@@ -19,10 +19,10 @@ class _Thread(threading.local):
     """Hook of recomputed outputs: called with output, input, weight, bias, residual and normalization of each call."""
 
     holds_buffers = False
-    """True while this thread recomputes a forward: its first run updated the buffers."""
+    """True while this thread recomputes a forward, whose first run already updated the buffers."""
 
     fallback_error: BaseException | None = None
-    """Last error of an op of ``bagua_syncbn_fallback``. The stable ABI passes on only its text."""
+    """Last error of an op of ``bagua_syncbn_fallback``. The stable ABI propagates only the text."""
 
     @property
     def has_hooks(self) -> bool:

@@ -1,4 +1,4 @@
-"""Warning for a launched job without a process group."""
+"""Warns about a launched job without a process group."""
 
 import functools
 import os

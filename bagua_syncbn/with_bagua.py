@@ -1,4 +1,4 @@
-"""Data parallelism in one call, by Bagua in a Bagua job and by torch otherwise."""
+"""Data parallelism in one call, with Bagua in Bagua jobs and torch otherwise."""
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -155,10 +155,10 @@ def _broadcast(tensor: Tensor, process_group: Any) -> Tensor:
 
 def _broadcast_optimizer_states(optimizers: list[Optimizer], process_group: Any) -> None:
     states: Any = None
-    if dist.get_rank(process_group) == 0:  # only rank 0 sends
+    if dist.get_rank(process_group) == 0:  # only rank 0 sends data
         states = [pytree.tree_map_only(Tensor, Tensor.cpu, optimizer.state_dict()) for optimizer in optimizers]
     message = [states]
     dist.broadcast_object_list(message, group_src=0, group=process_group)
     for optimizer, state in zip(optimizers, message[0], strict=True):
-        if state["state"]:  # else there are only the hyperparameters, which the user has just set
+        if state["state"]:  # else, the state contains only hyperparameters, which the user has just set
             optimizer.load_state_dict(state)

@@ -17,7 +17,7 @@ _log = logging.getLogger("bagua_syncbn")
 
 
 def watch(history: CallHistory, communicator: Communicator) -> None:
-    """Starts a thread that watches the group of ``communicator`` until it ends; no-op for groups without a time-out."""
+    """Starts a thread that watches the group of ``communicator`` until it ends; no-op for groups without a timeout."""
     if isinstance(communicator, TorchCommunicator):
         living = Lock()  # held as long as the history lives; unlike an Event, finalizers can always release it
         living.acquire()

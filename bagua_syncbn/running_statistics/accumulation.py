@@ -21,12 +21,12 @@ from ..torch_internals.autograd import is_capturing
 
 
 class Accumulation:
-    """Attachment: merges the statistics of a layer's training calls, which then update no buffer."""
+    """Attachment that merges the statistics of a layer's training calls, which then update no buffers."""
 
     def __init__(self, layer: Any) -> None:
         device = torch.device("cpu") if layer.running_mean is None else layer.running_mean.device
-        # Statistics of all batches so far, as in batch_norm_stats. Has the final size from the start (except in lazy
-        # layers), so that torch.compile needs a single graph for any number of batches.
+        # Statistics of all batches so far, as in batch_norm_stats. Allocated at full size (except in lazy layers), so
+        # that torch.compile needs a single graph for any number of batches.
         self.row = torch.zeros(1, 2 * layer.num_features + 2, dtype=merge_dtype(device), device=device)
         self._options: Options | None = None
 
@@ -70,7 +70,7 @@ def accumulation_of(layer: SyncBatchNorm) -> Accumulation | None:
 
 @own_forward_contexts.register
 def _restore_counter(layer: SyncBatchNorm) -> AbstractContextManager[None] | None:
-    """Undoes the count of each micro-batch in a custom forward."""
+    """Undoes a custom forward's counting of each micro-batch."""
     counter = getattr(layer, "num_batches_tracked", None)
     return None if accumulation_of(layer) is None or counter is None else restored_counter(counter)
 

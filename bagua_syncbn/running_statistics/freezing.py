@@ -1,4 +1,4 @@
-"""Freezes statistics by fixing layers in evaluation mode, see ``SyncBatchNorm.__setattr__``."""
+"""Freezes statistics by keeping layers in evaluation mode, see ``SyncBatchNorm.__setattr__``."""
 
 import warnings
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 
 def freeze_statistics(module: _Module, filter: Filter | None = None, *, parameters: bool = False) -> _Module:
-    """Makes synchronized layers of ``module`` normalize with running statistics, also in training.
+    """Makes synchronized layers of ``module`` normalize with running statistics even in training.
 
     Frozen layers do not communicate, and their buffers do not change. They remain in evaluation mode after ``train()``,
     in copies and pickles, after loading a state dict, and after a second conversion. ``repr`` and
@@ -82,8 +82,8 @@ def freeze_statistics(module: _Module, filter: Filter | None = None, *, paramete
 def unfreeze_statistics(module: _Module, filter: Filter | None = None) -> _Module:
     """Undoes :func:`freeze_statistics`.
 
-    Frozen parameters require gradients as before. A layer gets the mode of the parent module; ``module`` itself, if it
-    is a layer, the mode that was last requested.
+    Parameters that were frozen require gradients again. A layer gets the mode of the parent module; ``module`` itself,
+    if it is a layer, the mode that was last requested.
 
     Args:
         module: the model, wrapped or not; or a single layer.

@@ -19,7 +19,7 @@ from ..ops import Moments
 from ..over_ranks import sum_over_ranks
 from .freezing import is_frozen
 
-# Replaces a weight of 0: negligible beside a batch, but makes all weights equal if no rank has a batch.
+# Replaces a weight of 0: negligible compared to a batch, but makes all weights equal if no rank has a batch.
 _NO_BATCH = 2.0**-600
 
 
@@ -38,7 +38,7 @@ def merge_statistics(module: nn.Module, process_group: Any = None, *, weight: fl
 
     Rank :math:`r` has ``running_mean`` :math:`m_r`, ``running_var`` :math:`v_r`, and :math:`n_r`, which is
     ``num_batches_tracked`` times ``weight``. If no rank has counted a batch, all weights are equal. A synchronized
-    group weighs as much as all ranks in it.
+    group has the total weight of its ranks.
 
     Counters do not change, so training can continue: with ``momentum=None``, repeated merges give the mean over all
     batches of all ranks. Layers without running statistics and frozen layers (:func:`freeze_statistics`) are skipped.
@@ -56,8 +56,8 @@ def merge_statistics(module: nn.Module, process_group: Any = None, *, weight: fl
     Raises:
         TypeError: ``module`` is not a module; ``process_group`` has an unknown type.
         ValueError: ``weight`` is not finite or not above 0.
-        RuntimeError: ranks make different calls, or have different layers; merged statistics are not finite. No buffer
-            is updated then.
+        RuntimeError: ranks make different calls, or have different layers; merged statistics are not finite. In these
+            cases, no buffer is updated.
 
     It warns if no layer has running statistics, or if :class:`~torch.nn.parallel.DistributedDataParallel` broadcasts
     buffers in each forward, so that only rank 0 contributes. Outside of jobs it is a no-op.

@@ -82,7 +82,7 @@ def recalibrate_statistics(
     if not layers:
         warn(f"{_NAME}: found no layer with running statistics in {type(module).__name__}", stacklevel=3)
     communicator = spec.communicator()
-    # Errors in the pass reach only peers that wait for a message, so all ranks have to start first.
+    # An error during the pass reaches only peers that are waiting for a message, so all ranks synchronize first.
     device_of_ranks = next((layer.running_mean.device for layer in layers.values()), torch.device("cpu"))
     nothing = torch.empty(0, dtype=torch.float64, device=device_of_ranks)
     sum_over_ranks(nothing, communicator, _NAME, module, "before its batches")

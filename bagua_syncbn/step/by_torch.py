@@ -1,4 +1,4 @@
-"""Normalization by F.batch_norm: in evaluation, and in training on a single rank if it is as exact and faster."""
+"""Normalization with F.batch_norm: in evaluation, and in single-rank training where it is as exact and faster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .call import Call, Masking, Normalization, follow
 
 _DEFAULTS = Options()[2:-1]  # without eps, momentum and the activation
 
-# From these numbers of values on, the kernels save more than five calls from Python cost: docs/benchmarks.md.
+# Above these numbers of values, our kernels save more time than their five Python calls cost; see docs/benchmarks.md.
 # F.batch_norm is fast for channels_last until its outputs exceed the caches.
 _WORTHWHILE_PLANAR = 2**17
 _WORTHWHILE_INTERLEAVED = 2**22
@@ -27,9 +27,9 @@ _WORTHWHILE_INTERLEAVED = 2**22
 def suits_torch(call: Call, options: Options) -> bool:
     """Returns whether F.batch_norm should compute a training call on a single rank: it is exact and fast.
 
-    F.batch_norm has eps and momentum; all other options must have their defaults. With ``momentum=None`` the host would
-    have to read the factor. On CPU, torch rounds intermediate values of half inputs: in bfloat16, outputs are off by
-    several units in the last place.
+    F.batch_norm supports eps and momentum; all other options must have their defaults. With ``momentum=None`` the host
+    would have to read the factor. On CPU, torch rounds intermediate values of half inputs: in bfloat16, outputs are off
+    by several units in the last place.
     """
     input, buffers = call.input, call.buffers
     if options.momentum is None or options[2:-1] != _DEFAULTS or call.accumulate is not None:
@@ -43,7 +43,7 @@ def suits_torch(call: Call, options: Options) -> bool:
         return False
     if is_tracing():
         return True
-    if input.numel() == 0:  # not in a trace, which serves other sizes too
+    if input.numel() == 0:  # not in a trace, which also runs for other sizes
         return False
     if is_recorded:
         return True
@@ -60,7 +60,7 @@ def _torch_takes(input: Tensor, tensors: Iterable[Tensor | None]) -> bool:
 
 
 def _is_recorded(input: Tensor) -> bool:
-    """Returns whether a tracer, compiler or transform records the call, not only autograd."""
+    """Returns whether a tracer, compiler or transform (anything besides autograd) records the call."""
     is_traced = is_tracing() or torch.compiler.is_compiling() or isinstance(input.numel(), torch.SymInt)
     return is_traced or is_transforming()
 
@@ -96,7 +96,7 @@ class ByTorch(NamedTuple):
         return follow(output, residual, options, masking)
 
     def for_recompute(self) -> ByTorch:
-        """Returns this with copies of the buffers, because the first run updated them."""
+        """Returns a copy of this with copied buffers, because the first run updated them."""
         mean, var = (None if buffer is None else buffer.clone() for buffer in self.buffers[:2])
         return self._replace(buffers=ops.Buffers(mean, var))
 
@@ -106,7 +106,7 @@ def in_evaluation(call: Call, options: Options, masking: Masking | None) -> Norm
     mean, var = call.buffers[:2]
     assert mean is not None
     assert var is not None
-    if not torch.compiler.is_compiling() and this_thread.has_hooks:  # they may change before a recomputation
+    if not torch.compiler.is_compiling() and this_thread.has_hooks:  # the buffers may change before a recomputation
         mean, var = mean.clone(), var.clone()
     masking = masking if masking is not None and masking.zeroes else None
     follows = options.activation is not None or call.residual is not None or masking is not None

@@ -16,7 +16,7 @@ from .exchange import Exchange
 # Mean (C), inverse deviation (C) and number of values per channel (int64 scalar) over all ranks.
 Statistics: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
-# Takes the rows of all ranks or their sum, the number of ranks in the sum, and the options. Returns NO_BUFFERS.
+# Called with all ranks' rows or their sum, the number of ranks in the sum, and the options. Returns NO_BUFFERS.
 Accumulate: TypeAlias = Callable[[Tensor, int, Options], ops.Buffers]
 
 
@@ -36,16 +36,16 @@ class Call(NamedTuple):
     layer: nn.Module | None
     masks: GivenMasks = NO_MASKS
     accumulate: Accumulate | None = None
-    """Receives the statistics instead of the buffers."""
+    """If given, receives the statistics instead of the buffers."""
 
     @property
     def synchronizes(self) -> bool:
-        """True for training calls over a group. Use this, not ``layer.training``."""
+        """True for training calls over a group. Use this instead of ``layer.training``."""
         return self.group is not ALONE
 
     @property
     def tracked_buffers(self) -> ops.Buffers:
-        """Buffers that a call in training updates. The counter counts updates of the running statistics."""
+        """Buffers that a training call updates. The counter counts updates of the running statistics."""
         return ops.NO_BUFFERS if self.buffers.running_mean is None else self.buffers
 
     @property
@@ -81,7 +81,7 @@ class Normalization:
     layer: nn.Module | None
     masking: Masking | None = None
     statistics: Statistics | None = None
-    """None under a transform of torch.func, until the differentiable form has gathered them."""
+    """None under a torch.func transform, until the differentiable form has gathered them."""
 
     def for_recompute(self) -> Normalization:
         """Returns the normalization for a recomputation of the call."""

@@ -56,7 +56,7 @@ def gradients_of(
     needs_grad: Sequence[bool],
     options: Options,
 ) -> tuple[Tensor | None, ...]:
-    """Returns the gradients of ``compute``, which takes ``rows`` and returns outputs, for all tensors in the rows.
+    """Returns the gradients of ``compute`` (maps ``rows`` to outputs) with respect to all tensors in the rows.
 
     Rows are (input, weight, bias, residual). If there is no activation, bias and residual may be None, because no
     gradient depends on their values. The gradients are differentiable if gradients are enabled.
@@ -100,7 +100,7 @@ class _Merged(torch.autograd.Function):
     @staticmethod
     def forward(input: Tensor, norm: Normalization, gather: Callable[[Tensor], Statistics]) -> Statistics:
         mean, invstd, count = gather(input)
-        # Clones, because the tensors belong to norm. Derivatives divide by the count.
+        # Cloned, because norm owns the tensors. Derivatives divide by the count.
         return mean.clone(), invstd.clone(), count.clamp(min=1)
 
     @staticmethod
@@ -135,7 +135,8 @@ class _Merged(torch.autograd.Function):
 
 
 def _slope(invstd: Tensor, options: Options) -> Tensor:
-    """Returns the derivative of the inverse deviation by half the variance: 0 where eps replaces the variance."""
+    """Returns the derivative of the inverse deviation with respect to half the variance; 0 where eps replaces the
+    variance."""
     clamped = ops.is_clamped(invstd, options)
     slope = -(invstd**3)
     return slope if clamped is None else slope.masked_fill(clamped, 0)
@@ -182,12 +183,12 @@ class _AllReduce(torch.autograd.Function):
 
 
 # Compiled code runs the backward of an autograd function without gradients, so ``backend="eager"`` would silently leave
-# second derivatives out. That backend calls a graph node as it is written. Other backends refuse second derivatives
-# themselves, and trace through the node.
+# second derivatives out. That backend calls graph nodes without tracing through them. Other backends reject second
+# derivatives themselves, and trace through the node.
 
 
 def refuse_second_derivatives(tensor: Tensor | None) -> Tensor | None:
-    """Returns ``tensor``, in compiled code. Differentiating the gradient raises."""
+    """Returns ``tensor``; used in compiled code. Differentiating the gradient raises."""
     _allow_in_graph()
     return None if tensor is None else _identity(tensor)
 
@@ -198,7 +199,7 @@ def _identity(tensor: Tensor) -> Tensor:
 
 @untraced
 def _allow_in_graph() -> None:
-    """Makes ``_identity`` one node of the graph."""
+    """Makes ``_identity`` a single node of the graph."""
     torch.compiler.allow_in_graph(_identity)  # not at import, because it imports the compiler
 
 

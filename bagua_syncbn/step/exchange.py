@@ -1,4 +1,4 @@
-"""Exchanges: messages of a call, between the step and the ranks."""
+"""Exchanges, through which a call sends its messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ Received: TypeAlias = tuple[Tensor, int, Tensor | None, int]
 
 
 class Exchange:
-    """Messages of a call between the ranks of a communicator. This class trusts all ranks to make the same call.
+    """Sends the messages of a call between the ranks of a communicator. This class trusts all ranks to make the same
+    call.
 
     Args:
         communicator: the ranks.
@@ -32,7 +33,8 @@ class Exchange:
     # Caller and number of the call, which batch_norm_stats writes into the row.
     header: tuple[int | None, int] = (None, 0)
 
-    # True in large groups, where ranks send summable statistics. The caller is then a fingerprint of the whole header.
+    # True in large groups, where ranks send summable statistics. In that case, the caller is a fingerprint of the whole
+    # header.
     uses_sums: bool = False
 
     __slots__ = ("communicator", "is_traced")
@@ -46,7 +48,7 @@ class Exchange:
         return self.communicator.all_gather(row), 1, None, 0
 
     def fingerprint(self) -> int | None:
-        """Returns the number that ``batch_norm_backward_reduce`` writes into the sums."""
+        """Returns the fingerprint that ``batch_norm_backward_reduce`` writes into the sums."""
         return None
 
     def sum(self, sums: Tensor) -> Received:
@@ -74,6 +76,6 @@ def exchange_of(call: Call, options: Options, communicator: Communicator) -> Cal
                 return found
     is_traced = torch.compiler.is_compiling()
     if is_traced:
-        as_number(call.input.size(1))  # the graph is for this number of channels: backward gets no symbol for it
+        as_number(call.input.size(1))  # specializes the graph: backward must not get a symbol
     exchange = Exchange(communicator, is_traced)
     return lambda: exchange

@@ -37,7 +37,8 @@ def batch_statistics(input: Tensor, call: Call, norm: Normalization) -> Statisti
     if call.accumulate is not None:
         buffers = call.accumulate(rows, ranks, options)
     if exchange.is_traced:
-        # Separate from the buffers: a graph that recomputes statistics in backward must not depend on changed buffers.
+        # Computed separately from buffer updates: a graph that recomputes statistics in backward must not read updated
+        # buffers.
         statistics = ops.merge_stats(rows, ops.NO_BUFFERS, options, ranks)
         ops.merge_stats(rows, buffers, options, ranks, fault, number)
         return statistics
@@ -51,17 +52,17 @@ def normalize(
 ) -> Tensor:
     """Returns ``input``, normalized with the statistics of ``norm``.
 
-    Backward sums over the ranks of the exchange, because the statistics depend on all ranks' inputs. If there is no
+    Backward sums over the ranks of the exchange, because the statistics depend on all ranks' inputs. Without an
     exchange, the statistics are constants.
     """
     if norm.exchange is not None and norm.exchange.is_traced:
-        # The compiler decides what to fuse and what to recompute in backward, so it gets activation and residual.
+        # Leaves activation and residual to the compiler, which decides what to fuse and recompute.
         plain = replace(norm, options=norm.options._replace(activation=None))
         output: Tensor = _Normalize.apply(*map(refuse_second_derivatives, (input, weight, bias)), None, plain)
         return follow(output, residual, norm.options, norm.masking)
     if not torch.is_grad_enabled():
         return _Normalize.forward(None, input, weight, bias, residual, norm)
-    # An ended transform may have left a wrapper around a tensor.
+    # A finished transform may have left a wrapper around a tensor.
     weight, bias = weight if weight is None else unwrapped(weight), bias if bias is None else unwrapped(bias)
     residual = residual if residual is None else unwrapped(residual)
     return _apply(unwrapped(input), weight, bias, residual, norm)
@@ -89,7 +90,7 @@ class _Normalize(torch.autograd.Function):
         epilogue = () if activation is None and residual is None else epilogue_args(activation, residual)
         mean, invstd, _ = norm.statistics
         output: Tensor = elementwise.batch_norm_elemt(input, weight, bias, mean, invstd, *epilogue)
-        # Not in place: a selective checkpoint may have kept the output of the op.
+        # Not in place: a selective checkpoint may have saved the op's output.
         return output if masking is None else masking.clear_outputs(output)
 
     @staticmethod
@@ -145,7 +146,7 @@ class _Normalize(torch.autograd.Function):
 
 
 def epilogue_args(activation: ops.Activation | None, residual: Tensor | None) -> tuple[Any, ...]:
-    """Returns the trailing arguments of ``batch_norm_elemt`` for a residual and an activation."""
+    """Returns the trailing ``batch_norm_elemt`` arguments for residual and activation."""
     return (residual,) if activation is None else (residual, activation.code, activation.parameter)
 
 
@@ -180,5 +181,5 @@ def _recompute_is_cheaper(input: Tensor, activation: ops.Activation) -> bool:
     return on_gpu or (ops.KERNELS != "reference" and input.device.type == "cpu" and activation.is_cheap)
 
 
-# Faster than torch's own apply. Only for unwrapped tensors, outside of transforms.
+# Faster than Function.apply. Valid only for unwrapped tensors outside of transforms.
 _apply: Callable[..., Tensor] = apply_of(_Normalize)

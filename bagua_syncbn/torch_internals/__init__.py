@@ -1,3 +1,3 @@
-"""Undocumented parts of torch that this package uses, all in this folder.
+"""All uses of undocumented parts of torch.
 
 ============================================  ===================================  ============================"""

@@ -21,7 +21,7 @@ def untraced(function: _Function) -> _Function:
 
 
 def as_number(value: _Number) -> _Number:
-    """Returns ``value`` as a number if torch.compile has a symbol for it: sets hold only numbers."""
+    """Returns ``value``, specialized to a constant if torch.compile has a symbol for it (sets hold only constants)."""
     return next(iter({value}))
 
 
@@ -30,7 +30,7 @@ has_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 # Returns the level of forward-mode differentiation; -1 outside of it.
 level_of_duals: Callable[[], Any] = partial(vars(forward_ad).get, "_current_level", -1)
 
-# Whether a gradient is a batch of gradients, from autograd.grad(..., is_grads_batched=True).
+# Whether a gradient is a batch of gradients, as with autograd.grad(..., is_grads_batched=True).
 is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 
 
@@ -50,20 +50,21 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 def is_capturing() -> bool:
-    """Returns whether the current stream is captured in a CUDA graph."""
+    """Returns whether the current stream is being captured in a CUDA graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def is_exporting() -> bool:
-    """Returns whether torch.export traces. In torch 2.10, torch.compiler.is_exporting is True in all compilation."""
+    """Returns whether torch.export is tracing. In torch 2.10, torch.compiler.is_exporting is True in all
+    compilation."""
     return getattr(torch.compiler, "_is_exporting_flag", False)
 
 
 @contextmanager
 def outside_of_modes() -> Iterator[None]:
-    """Context in which tensors are real and writable, even under inference mode or FakeTensorMode.
+    """Context manager in which tensors are real and writable, even under inference mode or FakeTensorMode.
 
-    A default device still applies, so callers name the device.
+    A default device still applies, so callers must pass a device.
     """
     with torch.inference_mode(False), torch._C._DisableTorchDispatch():
         yield
@@ -80,7 +81,7 @@ _selective_modes = tuple(
 
 
 def unseen_by_selective_checkpointing() -> AbstractContextManager[Any]:
-    """Context whose ops selective checkpointing does not see. It expects a recomputation to repeat all others."""
+    """Context manager that hides ops from selective checkpointing. A recomputation must repeat all visible ops."""
     if not torch.compiler.is_compiling() and any(isinstance(mode, _selective_modes) for mode in _dispatch_modes()):
         return torch._C._DisableTorchDispatch()
     return nullcontext()

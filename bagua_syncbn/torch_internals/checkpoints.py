@@ -1,4 +1,4 @@
-"""torch.utils.checkpoint, in both of its forms."""
+"""Both forms of torch.utils.checkpoint, reentrant or not."""
 
 import inspect
 import sys
@@ -10,7 +10,7 @@ from torch.utils import checkpoint
 
 
 def _begins_with(cls: str, method: str, *names: str) -> bool:
-    """Whether the arguments of ``method`` in torch's class ``cls`` begin with ``names``."""
+    """Returns whether the parameters of ``method`` in torch's class ``cls`` begin with ``names``."""
     function = getattr(getattr(checkpoint, cls, None), method, None)
     return function is not None and tuple(inspect.signature(function).parameters)[: len(names)] == names
 
@@ -24,15 +24,15 @@ has_known_checkpoints = (
 
 
 def observe_checkpoints(region: Callable[[], Any]) -> None:
-    """Makes torch.utils.checkpoint, in both of its forms, enter a region of ``region()`` around functions that it runs.
+    """Makes both forms of torch.utils.checkpoint run functions inside a region, created by ``region()``.
 
-    Each checkpoint has one region, for the first run and all repetitions, and holds it as long as it can repeat.
+    Each checkpoint keeps one region for the first run and all repetitions.
     """
     if not has_known_checkpoints:
         return
 
     class ObservedHook(checkpoint._checkpoint_hook):
-        """Context around the first run with use_reentrant=False."""
+        """Context manager around the first run with use_reentrant=False."""
 
         def __init__(self, frame: Any) -> None:
             super().__init__(frame)
@@ -59,7 +59,7 @@ def observe_checkpoints(region: Callable[[], Any]) -> None:
 
 
 def raise_if_under_unknown_checkpoint() -> None:
-    """Raises RuntimeError within a torch.utils.checkpoint that :func:`observe_checkpoints` does not know."""
+    """Raises RuntimeError inside a torch.utils.checkpoint that :func:`observe_checkpoints` does not support."""
     frame = sys._getframe()
     while frame := frame.f_back:  # type: ignore[assignment]
         if frame.f_globals is vars(checkpoint):
@@ -70,5 +70,5 @@ def raise_if_under_unknown_checkpoint() -> None:
 
 
 def is_in_backward() -> bool:
-    """Whether autograd runs a backward pass in this thread."""
+    """Returns whether autograd is running a backward pass in this thread."""
     return torch._C._current_graph_task_id() != -1

@@ -48,7 +48,7 @@ def backend_and_store(group: Any) -> tuple[Any, Any]:
 def timeout_of(group: Any) -> timedelta:
     """Returns the timeout of the group's collectives, or of its store if the backend has none."""
     backends = (group._get_backend(device) for device in group._device_types)
-    options = (getattr(backend, "options", None) for backend in backends)  # some backends have none
+    options = (getattr(backend, "options", None) for backend in backends)  # some backends have no timeout
     timeouts = (found._timeout for found in options if found is not None)
     return next(timeouts, None) or backend_and_store(group)[1].timeout  # type: ignore[no-any-return]
 
@@ -57,12 +57,12 @@ def is_gloo_on_cpu(group: Any) -> bool:
     """Returns whether the group sends CPU tensors through gloo."""
     try:
         return bool(group._get_backend(torch.device("cpu")).name() == "gloo")
-    except (AttributeError, RuntimeError):  # no backend for CPU tensors, or a stand-in for a group
+    except (AttributeError, RuntimeError):  # the group has no CPU backend, or is not a real group
         return False
 
 
 def bound_device(world: Any) -> Any:
-    """Returns the device that the default group ``world`` binds NCCL to, or None."""
+    """Returns the device that the default group ``world`` is bound to, or None."""
     return world.bound_device_id
 
 

@@ -18,30 +18,30 @@ device_index: Callable[..., int] = _get_device_index
 
 
 def composable_replicate() -> Any:
-    """Returns the module of torch's data parallelism in place, which a function of the same name hides."""
+    """Returns torch's module for in-place data parallelism, which a function of the same name shadows."""
     return import_module("torch.distributed._composable.replicate")
 
 
 def is_replicated_in_place(module: torch.nn.Module) -> bool:
-    """Whether torch has made ``module`` data parallel in place."""
-    composable = sys.modules.get("torch.distributed._composable.replicate")  # absent if never used
+    """Returns whether torch has made ``module`` data parallel in place."""
+    composable = sys.modules.get("torch.distributed._composable.replicate")  # not imported if never used
     return composable is not None and isinstance(module, composable.DDP)
 
 
 def forget_compiled_code(module: torch.nn.Module) -> None:
-    """Lets the next call of a compiled model recompile it with the present layers."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # absent unless something was compiled; imports in a second
+    """Makes the next call of a compiled model recompile it with the current layers."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # imported only by compilation: takes a second
     if dynamo is not None and any(
         part._compiled_call_impl is not None or isinstance(part, dynamo.OptimizedModule) for part in module.modules()
     ):
-        # torch's guards detect changed layers, but options of torch.compile can turn guards off.
+        # torch's guards detect changed layers, but torch.compile options can turn guards off.
         torch.compiler.reset()
 
 
 def check_before_folding(check: Callable[[Any], None]) -> None:
-    """Lets ``fuse_conv_bn_eval`` and ``fuse_linear_bn_eval`` call ``check`` with the folded layer.
+    """Makes ``fuse_conv_bn_eval`` and ``fuse_linear_bn_eval`` call ``check`` with the folded layer.
 
-    Both look up these functions in their module, wherever they were imported, and name the layer ``bn``.
+    This wraps helpers that both look up in their module, wherever they are imported; both name the layer ``bn``.
     """
 
     def check_and_fold(fold: Callable[..., Any], *args: Any) -> Any:
@@ -52,10 +52,10 @@ def check_before_folding(check: Callable[[Any], None]) -> None:
         setattr(fusion, name, functools.partial(check_and_fold, getattr(fusion, name)))
 
 
-# Whether torch allows hooks for saved tensors here.
+# Returns whether torch currently allows saved-tensor hooks.
 takes_saving_hooks: Callable[[], bool] = vars(torch._C._autograd)["_saved_tensors_hooks_is_enabled"]
 
 
 def saving_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """Returns the pack and unpack hooks for saved tensors in force here; None if tensors are saved unchanged."""
+    """Returns the active saved-tensor hooks (pack and unpack); None if tensors are saved unchanged."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)

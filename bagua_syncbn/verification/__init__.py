@@ -1,4 +1,4 @@
-"""Verification: whether ranks train like one process, and whether a model needs synchronizing."""
+"""Verifies that ranks train like one process, and measures whether a model needs synchronization."""
 
 from .noise import BatchNoise, LayerNoise, measure_batch_noise
 from .verify import Verdict, main, verify_synchronization

@@ -30,7 +30,7 @@ class LayerNoise:
     positions: int
     """Values per channel in each sample."""
     worth: float
-    """Number of independent values that a sample is worth; inf if all samples have equal means."""
+    """Effective number of independent values per sample; inf if all samples have equal means."""
     of_one_sample: float
     """Noise of a batch with a single sample."""
 
@@ -56,7 +56,7 @@ class BatchNoise:
 
     @property
     def verdict(self) -> str:
-        """Advice whether to synchronize, as text."""
+        """Advice on whether to synchronize."""
         count, over = len(self.layers), sum(layer.at(self.samples) > self.limit for layer in self.layers)
         worst = max(self.layers, key=lambda layer: layer.of_one_sample)
         return (

@@ -1,4 +1,4 @@
-"""Ranks that exchange Python objects, and nested batches of tensors."""
+"""Exchange of Python objects between ranks, and helpers for nested batches of tensors."""
 
 import pickle
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ class Peers:
         self.rank = dist.get_rank(self.group) if self.in_job else 0
 
     def run(self, step: str, compute: Callable[[], _T]) -> _T:
-        """Returns the result of ``compute`` after it returned on all ranks.
+        """Returns the result of ``compute`` once it has returned on all ranks.
 
         Raises:
             RuntimeError: ``compute`` raised on some ranks. An error that all ranks raise is raised unchanged.

@@ -20,7 +20,7 @@ from .ranks import Peers, in_float64, tensors_in
 Loss: TypeAlias = Callable[[Any, Any], Tensor]
 
 Step: TypeAlias = dict[str, Tensor]
-"""Results of a step. A name is a kind (output, loss, input-gradient, gradient or buffer), and an index or name."""
+"""Results of a step. Keys combine a kind (output, loss, input-gradient, gradient or buffer) with an index or name."""
 
 Pairs: TypeAlias = dict[str, tuple[Tensor, Tensor]]
 
@@ -90,7 +90,7 @@ def first_difference(ranks: Peers, pairs: Pairs) -> str:
 
 
 def _first_difference(pairs: Pairs, rank: int) -> tuple[float, float, str]:
-    """Returns index, negative size and description of the first pair that differs on this rank."""
+    """Returns index, negated error and description of the first pair that differs on this rank."""
     largest: dict[str, float] = {}
     for name, (_, expected) in pairs.items():
         largest[kind_of(name)] = max(largest.get(kind_of(name), 0.0), _largest(expected))
@@ -125,7 +125,7 @@ def _run(module: nn.Module, batch: Any, loss: Loss, weight: float = 1.0) -> Step
             value.backward()
     except Exception as error:
         for layer in module.modules():
-            if isinstance(layer, SyncBatchNorm):  # peers may be waiting in it
+            if isinstance(layer, SyncBatchNorm):  # peers may be waiting in this layer
                 notify_peers(layer._sync_state.group, layer, error)
         raise
     step = {f"output {index}" if len(outputs) > 1 else "output": output for index, output in enumerate(outputs)}
@@ -143,7 +143,7 @@ def _gradient(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def local_functions(*modules: Any) -> Iterator[None]:
-    """Context in which the functions of ``modules`` do not synchronize, whatever group they are called with."""
+    """Context manager in which the functions of ``modules`` do not synchronize, regardless of ``process_group``."""
     for module in modules:
         module.spec_of = lambda _: spec_of(LOCAL)  # in all threads, because replicas call functions too
     try:

@@ -1,4 +1,4 @@
-"""Verdict whether a training step on the ranks equals one process and, if not, the likely causes."""
+"""Checks whether a training step on the ranks equals one process and, if not, names likely causes."""
 
 import argparse
 import copy
@@ -160,7 +160,7 @@ def _check(model: Any) -> None:
 
 
 def _state_of(model: nn.Module) -> dict[str, Any]:
-    """Returns modes, parameters and buffers in a form that ranks can compare."""
+    """Returns modes, and digests of parameters and buffers, which ranks can compare."""
     state: dict[str, Any] = {f"mode of module {name!r}": module.training for name, module in model.named_modules()}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         state[name] = tensor.dtype, tensor.shape, is_distributed(tensor) or digest(tensor)
