@@ -28,8 +28,8 @@ LIMITED = not sysconfig.get_config_var("Py_GIL_DISABLED")
 STABLE_ABI = ["-DTORCH_TARGET_VERSION=0x020a000000000000", *["-DPy_LIMITED_API=0x030a0000"] * LIMITED]
 # Without fused multiply-adds, all instruction sets compute the same bits.
 CXX_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-psabi"]
-# No errno: setting it would turn each square root into a function call. No warnings about GCC's intrinsics headers (GCC
-# bug 105593); clang does not know the last name.
+# Without errno, which would turn each square root into a function call. Silences warnings about GCC's intrinsics
+# headers (GCC bug 105593); clang does not have the last warning.
 CXX_FLAGS += ["-fno-math-errno", "-Wno-unknown-warning-option", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 NVCC_FLAGS = ["-std=c++17", "-O3", "--cudart=static", "-Xcompiler=-fPIC,-fvisibility=hidden"]
 
@@ -44,7 +44,7 @@ def output_of(command: list[str | Path], environment: dict[str, str] | None = No
 
 
 def find_tool(variable: str, *names: str) -> tuple[list[str], str | None]:
-    """Returns the command in an environment variable, or the first of `names` that runs, and its version."""
+    """Returns the command in environment variable `variable`, else the first of `names` that runs, and its version."""
     for name in [os.environ[variable]] if variable in os.environ else names:
         lines = output_of([*shlex.split(name), "--version"])
         if lines:
@@ -87,7 +87,7 @@ def choose_archs() -> list[str]:
 
 
 def unmet(name: str, oldest: tuple[int, int], version: str | None) -> list[str]:
-    """Returns [] if `version` is `oldest` or later, else the requirement. `version` is None if nothing was found."""
+    """Returns [] if `version` is at least `oldest`, else [requirement]. `version` is None if nothing was found."""
     found = re.search(r"(\d+)\.(\d+)", version or "")
     met = found and tuple(map(int, found.groups())) >= oldest
     return [] if met else [f"{name} {oldest[0]}.{oldest[1]} or later" + (f" (found {found[0]})" if found else "")]
@@ -96,8 +96,8 @@ def unmet(name: str, oldest: tuple[int, int], version: str | None) -> list[str]:
 def nvcc_flags() -> list[str]:
     """Returns flags for machine code for ``ARCHS``, and for PTX, which drivers compile for newer GPUs.
 
-    PTX for at most 90, so that it covers all newer GPUs. Before CUDA 13, libraries compressed for size do not load with
-    all drivers.
+    The PTX is for at most 90, so that it covers all newer GPUs. Before CUDA 13, libraries compressed for size do not
+    load with all drivers.
     """
     ptx = min(90, int(ARCHS[-1].rstrip("af")))
     codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHS]
@@ -109,11 +109,11 @@ class BuildKernels(build_ext):
     """Compiles the sources in parallel, .cpp with the C++ compiler and .cu with nvcc, and links them."""
 
     def build_extension(self, ext: Extension) -> None:
-        extra = shlex.split(os.environ.get("BAGUA_SYNCBN_CXXFLAGS", ""))  # last, to override the others
+        extra = shlex.split(os.environ.get("BAGUA_SYNCBN_CXXFLAGS", ""))  # last, to override earlier flags
         cpp = [*CXX, *CXX_FLAGS, *STABLE_ABI, *["-DBAGUA_SYNCBN_CUDA"] * (KIND == "cuda")]
         cpp += [f"-isystem{TORCH / 'include'}", f"-I{sysconfig.get_path('include')}", *extra]
         cuda, linker = [], [*CXX, *extra]
-        if KIND == "cuda":  # nvcc finds its static runtime
+        if KIND == "cuda":  # links with nvcc, which finds its static runtime
             cuda, linker = [*NVCC, *nvcc_flags()], [*NVCC, "--cudart=static", *(f"-Xcompiler={flag}" for flag in extra)]
 
         def compile(source: str) -> str:
@@ -130,13 +130,13 @@ class BuildKernels(build_ext):
 
 
 class BuildPackage(build_py):
-    """Copies the Python files and records what was built."""
+    """Copies the Python files, and records the kind of build."""
 
     def run(self) -> None:
         super().run()
         package = Path(ROOT if self.editable_mode else self.build_lib, "bagua_syncbn")
         package.joinpath("build_info.json").write_text(json.dumps(INFO, indent=2) + "\n")
-        if self.editable_mode and KIND == "python":  # the library of an earlier build would still be loaded
+        if self.editable_mode and KIND == "python":  # a library from an earlier build would still be loaded
             for library in package.glob("_C.*.so"):
                 library.unlink()
 
@@ -153,7 +153,7 @@ ARCHS = choose_archs() if NVCC else []
 # it calls "cuda", to these kernels.
 elsewhere = FORCED == "cuda" or os.environ.get("BAGUA_SYNCBN_CUDA_ARCHS", "native") not in ("", "native")
 usable = version.get("cuda") or (elsewhere and not version.get("hip"))
-# Other systems need other flags, and often have a different compiler than torch was built with.
+# Other systems need different flags, and often do not have the compiler that torch was built with.
 for_cpu = [*unmet("torch", (2, 10), version.get("__version__")), *["compiler"] * (not CXX)] if LINUX else ["Linux"]
 for_cuda = ["torch for CUDA"] * (not usable) + unmet("nvcc", (12, 4), NVCC_VERSION) + ["GPU"] * bool(NVCC and not ARCHS)
 LACKS = {"python": [], "cpu": for_cpu, "cuda": for_cpu + for_cuda}

@@ -1,12 +1,12 @@
 """``python .ci/commands.py``: runs the commands of README.md and docs/ in a copy of the checkout, page by page.
 
 They run in a new environment that sees torch and all packages of the running Python, with kernels compiled without
-optimization. The script fails if a block fails or computes without kernels.
+optimization. The script fails if a block fails or runs without kernels.
 
 - ``bash`` blocks run in the checkout.
 - ``python`` blocks whose docstring ends with a file name, as in ``\"\"\"torchrun train.py\"\"\"``, are saved to that
   file; the docstring is the command to run.
-- ``<!-- printed -->`` before a ``text`` block: the last command has printed these lines, in any order.
+- ``<!-- printed -->`` before a ``text`` block: the last command must have printed these lines, in any order.
 - ``make test`` only runs as ``make -n test``, since ``.ci/run`` runs it.
 - ``<!-- not run: REASON -->`` before a ``bash`` block: only ``make -n`` for its targets.
 """
@@ -44,9 +44,9 @@ def type_in(checkout: Path, command: str, environment: dict[str, str]) -> str:
 
 
 def lines_of(printed: str, shown: list[str]) -> set[str]:
-    """Returns the lines of ``printed``, and the ``shown`` lines in lines that consist of them.
+    """Returns the lines of ``printed``; lines that are joined ``shown`` lines are split.
 
-    torchrun's ranks write a line and its end separately, so two ranks may share a line.
+    torchrun's ranks write a line and its newline separately, so two ranks' outputs may end up on the same line.
     """
     one = "|".join(map(re.escape, shown))
     lines = set(printed.splitlines())
@@ -75,7 +75,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         python, torch = make_environment(Path(folder, "environment"), with_torch=True)
         torch.symlink_to(Path(import_module("torch").__file__).parent)  # for setup.py
-        # PATH does not include the other environment's programs.
+        # PATH must not include the other environment's programs.
         for name, module in {"pip": "pip._internal.cli.main", "torchrun": "torch.distributed.run"}.items():
             program = python.with_name(name)
             program.write_text(f"#!{python}\nfrom {module} import main\nmain()\n")

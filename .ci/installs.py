@@ -1,9 +1,9 @@
-"""``python .ci/installs.py [NAME...]``: installs the package in every way, imports it and trains.
+"""``python .ci/installs.py [NAME...]``: installs the package in every supported way, imports it and trains.
 
 Each way in :data:`INSTALLS` gets an environment that sees the torch of the running Python. A layer trains outside of
-the sources, and in their folder, which Python searches first. If the import warns that there are no kernels, the
-recommended command runs, and a layer trains again. Kernels are built without optimization, for one CUDA architecture:
-half a minute per build on two cores, five minutes in all.
+the source folder and inside it, where Python finds the sources first. If the import warns that there are no kernels,
+the recommended command runs, and a layer trains again. Kernels are built without optimization, for one CUDA
+architecture: half a minute per build on two cores, five minutes in all.
 """
 
 import json
@@ -42,7 +42,7 @@ print(bagua_syncbn.ops.KERNELS)
 
 
 class Install(NamedTuple):
-    """A way of installing: pip's arguments and the expected build."""
+    """An installation method: pip's arguments and the expected build."""
 
     source: str  # "wheel", "sdist", or "folder"
     build: str | None  # expected build: "python", "cpu" or "cuda"; None for the wheel, which is built already
@@ -77,7 +77,7 @@ def make_environment(directory: Path, with_torch: bool = False) -> tuple[Path, P
     python = directory / "bin" / "python"
     query = [python, "-c", "import sysconfig; print(sysconfig.get_path('platlib'))"]
     folder = Path(subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip())
-    others = directory.with_name("others")  # outside of the environment, so that pip does not change it
+    others = directory.with_name("others")  # outside of the environment, so that pip does not modify it
     others.mkdir()
     hidden = re.compile(r"bagua_syncbn|__editable__" + ("" if with_torch else r"|torch(-.*)?$"))
     for path in (path for packages in site.getsitepackages() for path in Path(packages).iterdir()):

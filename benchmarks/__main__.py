@@ -9,9 +9,9 @@
 
 docs/benchmarks.md describes the measurements. results.json has one line per case, with all samples.
 
-By default malloc keeps freed memory, like the allocators of training jobs (jemalloc, tcmalloc, torch's on GPUs), so a
-step reuses the memory of the previous step. glibc returns large blocks to the system, and each step maps its output and
-gradient again, in any implementation. ``--default-malloc`` measures that.
+By default, malloc keeps freed memory, like the allocators of training jobs (jemalloc, tcmalloc, torch's on GPUs), so a
+step reuses the memory of the previous step. With glibc's default, large blocks return to the system, and each step of
+any implementation maps its output and gradient again. ``--default-malloc`` measures that.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from .sections import IN_ONE_PROCESS, ON_RANKS, SECTIONS
 
 OUTPUT = recorded.ROOT / "build" / "bench" / "results.json"
 
-# The step of the first is mostly messages, that of the second mostly computation.
+# The first shape's step is mostly messages, the second's mostly computation.
 QUICK_SHAPES = [(4, 512, 7, 7), (8, 64, 56, 56)]
 
 

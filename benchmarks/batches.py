@@ -16,7 +16,7 @@ def parse_shape(text: str) -> Shape:
 
 
 def layouts(shape: Shape) -> list[str]:
-    """Returns the possible layouts of a shape. (N, C) is interleaved in any memory format."""
+    """Returns the possible layouts of a shape. (N, C) is always interleaved."""
     return ["planar", "interleaved"] if len(shape) in _MEMORY_FORMATS else ["interleaved"]
 
 

@@ -16,8 +16,8 @@ from .recorded import Case
 
 
 def launch(world_size: int, job: dict[str, Any]) -> Iterator[Case]:
-    """Runs the job's sections on ``world_size`` ranks and yields each case when it is measured."""
-    # Ranks end without cleanup, which would leak the semaphores of inductor's compile workers.
+    """Runs the job's sections on ``world_size`` ranks, and yields each case once measured."""
+    # Ranks exit without cleanup, which would otherwise leak the semaphores of inductor's compile workers.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     measured = torch.multiprocessing.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory(prefix="bagua_syncbn_bench_") as directory:
@@ -49,5 +49,5 @@ def _run_rank(rank: int, world_size: int, store: str, job: dict[str, Any], measu
         module = sections.ON_RANKS[name]
         for case in module.cases(job, world_size):
             tell(name, module.measure(*case, job, makers, device))
-    # Skips the job's regular end, in which ranks sometimes aborted after fairscale's layer. All results are sent.
+    # Skips the regular exit, during which ranks sometimes aborted after fairscale's layer. All results have been sent.
     os._exit(0)

@@ -43,7 +43,7 @@ def noise(model: nn.Module, images: Tensor) -> BatchNoise:
 def gradient_errors(model: nn.Module, images: Tensor, labels: Tensor, sizes: list[int], steps: int = 60) -> list[float]:
     """Returns the systematic error of the gradient relative to the mean gradient, for each of ``sizes``.
 
-    The error comes from normalizing parts of this size separately, instead of all 64 samples together.
+    The error arises because parts of this size are normalized separately instead of all 64 samples together.
     """
 
     def gradient(batch: Tensor, size: int) -> Tensor:

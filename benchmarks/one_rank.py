@@ -9,7 +9,7 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 class Twin:
     """A communicator of two ranks, the second of which is simulated and sends the same messages as the first.
 
-    A layer with this ``process_group`` takes the path of several ranks, unlike in a group of one. Mean, variance and
+    A layer with this ``process_group`` takes the multi-rank path, unlike in a group of one. Mean, variance and
     gradients equal the local ones; counts are doubled.
     """
 
@@ -26,7 +26,8 @@ class Twin:
 class OneRankGroup(Twin):
     """A twin that also runs real collectives in a group of one rank (default: torch's default group).
 
-    For machines with one device. Simulating the second rank costs an extra copy in forward and a launch in backward.
+    Useful on machines with one device. Simulating the second rank costs an extra copy in forward and a launch in
+    backward.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:

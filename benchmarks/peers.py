@@ -35,8 +35,8 @@ class _AllReduce(torch.autograd.Function):
 class NaiveSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     """A straightforward implementation: sums and counts through a differentiable all-reduce; autograd does the rest.
 
-    It has two flaws on purpose, common in the field: the variance is E[x^2] - E[x]^2, which cancels, and autograd saves
-    each intermediate tensor.
+    It deliberately has two common flaws: the variance is E[x^2] - E[x]^2, which cancels, and autograd saves each
+    intermediate tensor.
     """
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -77,7 +77,7 @@ MAKERS: dict[str, Maker] = {
 
 
 def find(device: torch.device) -> tuple[dict[str, Maker], dict[str, str]]:
-    """Tries all layers on a small batch. Returns those that train on ``device``, and the errors of the rest.
+    """Tries all layers on a small batch. Returns the layers that train on ``device``, and the errors of the rest.
 
     All ranks of the job must call it.
     """
@@ -89,7 +89,7 @@ def find(device: torch.device) -> tuple[dict[str, Maker], dict[str, str]]:
                 warnings.simplefilter("ignore")
                 x = torch.randn(2, 4, 3, 3, device=device, requires_grad=True)
                 torch.autograd.grad(make(4, 4).to(device)(x).square().sum(), x)
-        except Exception as error:  # any error is the reason to skip the layer
+        except Exception as error:  # any error means that the layer is skipped
             text = str(error).strip().splitlines() or [""]
             skipped[name] = f"{type(error).__name__}: {text[0]}"
         else:

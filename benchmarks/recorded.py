@@ -23,7 +23,7 @@ def write(results: Results, path: Path) -> None:
 
 
 def find_commit() -> str | None:
-    """Returns the checked-out commit, with a note if the package has changes; None without a checkout."""
+    """Returns the checked-out commit, with a note if the package has changes; None outside of a checkout."""
 
     def git(*arguments: str) -> "subprocess.CompletedProcess[str]":
         command = ["git", "-c", f"safe.directory={ROOT}", "-C", str(ROOT), *arguments]

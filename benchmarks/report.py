@@ -3,7 +3,7 @@
     python -m benchmarks.report build/bench/results.json
     python -m benchmarks.report benchmarks/results/*.json --into docs/benchmarks.md README.md --charts docs/charts
 
-All measured figures on these pages come from here.
+Generates all measured figures on these pages.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Timing in rounds: each round runs all functions of a workload in turn, so that disturbances affect all alike."""
+"""Timing in rounds: each round runs all functions of a workload in turn, so that disturbances affect all equally."""
 
 import time
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def start_together() -> None:
-    """Waits for all ranks. They leave gloo's barrier some 100 µs apart, shared memory within 1 µs."""
+    """Waits for all ranks. Ranks leave gloo's barrier up to 100 µs apart; through shared memory, within 1 µs."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
         communicator = spec_of(None).communicator()
@@ -64,7 +64,7 @@ def run_round(workload: Workload, names: list[str], calls: dict[str, int], timer
 
 
 def plan(workload: Workload, job: dict[str, Any], timer: Timer = host_seconds) -> Plan:
-    """Warms up and plans rounds that take about the job's seconds in total, within its limits."""
+    """Warms up, and plans rounds that take about the job's time budget, within its limits."""
     names = list(workload)
     for _ in range(2):
         run_round(workload, names, {}, timer)
@@ -75,7 +75,7 @@ def plan(workload: Workload, job: dict[str, Any], timer: Timer = host_seconds) -
 
 
 def run(workload: Workload, chosen: Plan, timer: Timer = host_seconds) -> list[Round]:
-    """Runs the rounds, every second one in reverse order, so that a function's predecessor in the cache changes."""
+    """Runs the rounds, every other round in reverse order, to vary which function ran (and filled the cache) before."""
     names = list(workload)
     for order in (names, names[::-1]):
         run_round(workload, order, chosen.calls, timer)

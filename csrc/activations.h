@@ -1,7 +1,7 @@
 // Activations of fused ops: their list, in the order of bagua_syncbn/ops/activations.py, and, if BAGUA_SYNCBN_FORMULAS
 // is defined, their values and derivatives for scalars or vectors V.
 //
-// Each instruction set and CUDA compile the formulas, by including this file in a namespace that defines
+// Each instruction set, and CUDA, includes this file in a namespace that defines
 //
 //   of<V>(constant), exp_of(V), expm1_of(V), sigmoid_of(V), tanh_of(V)
 //   normal_cdf(V)        cumulative distribution function of the normal distribution

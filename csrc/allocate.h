@@ -6,8 +6,8 @@
 
 namespace bagua_syncbn {
 
-// Raises an out-of-memory error. torch's own error does not cross the stable ABI; bagua_syncbn/errors.py parses
-// this text and makes torch raise it again.
+// Raises an out-of-memory error. torch's own error does not cross the stable ABI; bagua_syncbn/errors.py parses this
+// text and raises torch's error.
 [[noreturn]] inline void refuse_memory(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType dtype,
                                        const Tensor& like) {
   int64_t values = 1;
@@ -19,7 +19,7 @@ namespace bagua_syncbn {
   throw std::runtime_error(message.str() + ", got none");
 }
 
-// Allocates a tensor with the strides of a dense one.
+// Allocates a tensor with the strides of a dense tensor.
 inline Tensor allocate(torch::headeronly::IntHeaderOnlyArrayRef sizes, torch::headeronly::IntHeaderOnlyArrayRef strides,
                        ScalarType dtype, const Tensor& like) {
   const auto code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));

@@ -45,7 +45,7 @@ struct GatherArguments {
   void* mean;
   void* invstd;
   int64_t* count;
-  MutablePerChannel running_mean;  // null if running_var is
+  MutablePerChannel running_mean;  // null if running_var is null
   MutablePerChannel running_var;
   int64_t* batches;  // num_batches_tracked; may be null
   bool averages;     // cumulative average: the momentum is 1 / batches
@@ -64,7 +64,8 @@ struct Epilogue {
   Act<double> act{};
 };
 
-// `weight` and `bias` may be null. In backward, only an activation needs `bias`, and in backward_reduce `weight`.
+// `weight` and `bias` may be null. In backward, `bias` is only needed with an activation; so is `weight` in
+// backward_reduce.
 struct Factors {
   PerChannel mean;
   PerChannel invstd;

@@ -1,5 +1,5 @@
-// Argument checks of the ops, the same for all devices. They run before any computation, so an op that raises has not
-// written to any tensor.
+// Argument checks of the ops, the same for all devices. They run before any computation, so an op that raises an error
+// has not written to any tensor.
 #pragma once
 
 #include <initializer_list>
@@ -26,7 +26,7 @@ inline std::string sizes_of(const Tensor& tensor) {
   return sizes + ")";
 }
 
-// Compares torch's device codes: faster than Tensor::device().
+// Compares torch's device codes, which is faster than Tensor::device().
 inline void check_device(const Tensor& tensor, const char* name, const Tensor& other) {
   const bool same = device_type(tensor) == device_type(other) && tensor.get_device_index() == other.get_device_index();
   if (!same)
@@ -103,7 +103,7 @@ inline Header sums_header(std::optional<int64_t> fingerprint) {
   return header;
 }
 
-// Returns the bytes of `mask` (N, *), which has `rows` positions: 1 for valid ones, 0 for others. Null for None.
+// Returns the bytes of `mask` (N, *) with `rows` positions: 1 if valid, else 0. Null for None.
 inline const uint8_t* valid_positions(const OptionalTensor& mask, int64_t rows, const Tensor& input) {
   if (!mask) return nullptr;
   check_device(*mask, "mask", input);

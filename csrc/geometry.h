@@ -1,4 +1,4 @@
-// Copies tensors that have neither of the two layouts (see Geometry).
+// Copies tensors that have neither layout (see Geometry).
 #pragma once
 
 #include "allocate.h"

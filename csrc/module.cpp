@@ -13,20 +13,20 @@ PyObject* cpu_capability(PyObject* const*) {
   return PyUnicode_FromString(bagua_syncbn::cpu_capability());
 }
 
-// (held): sets whether batch_norm_gather_stats leaves running statistics unchanged in this thread.
+// (held): sets whether batch_norm_gather_stats skips running statistics in this thread.
 PyObject* hold_buffers(PyObject* const* arguments) {
   bagua_syncbn::holds_buffers = arguments[0] == Py_True;
   Py_RETURN_NONE;
 }
 
 #if defined(BAGUA_SYNCBN_CUDA)
-// (device): makes ops on this device, or on all devices for -1, call those of bagua_syncbn_fallback.
+// (device): makes ops on this device (-1: all devices) call bagua_syncbn_fallback's ops.
 PyObject* turn_off_cuda(PyObject* const* arguments) {
   bagua_syncbn::cuda::turn_off(static_cast<int32_t>(bagua_syncbn::integer_of(arguments[0])));
   Py_RETURN_NONE;
 }
 
-// (device): returns its Support.
+// (device): returns the device's Support.
 PyObject* cuda_support(PyObject* const* arguments) {
   const auto device = static_cast<int32_t>(bagua_syncbn::integer_of(arguments[0]));
   return PyLong_FromLong(static_cast<long>(bagua_syncbn::cuda::support_of(device)));

@@ -1,4 +1,4 @@
-// The ops as torch calls them, for CPU and CUDA: check arguments, make them dense, allocate results and call the
+// The ops as torch calls them, for CPU and CUDA. They check arguments, make them dense, allocate results and call the
 // kernels of `Device` (cpu/kernels.h, cuda/kernels.h).
 #pragma once
 
@@ -30,7 +30,7 @@ inline OptionalTensor to_contiguous(const OptionalTensor& tensor) {
   return tensor ? std::optional(to_contiguous(*tensor)) : std::nullopt;
 }
 
-// The tensors of Factors, as contiguous tensors.
+// The tensors that Factors refers to, made contiguous.
 class FactorTensors {
  public:
   FactorTensors(const Tensor& mean, const Tensor& invstd, const OptionalTensor& weight, const OptionalTensor& bias)

@@ -31,7 +31,7 @@ BAGUA_SYNCBN_HOST_DEVICE constexpr bool uses_sums(const Header& header) {
 template <typename A>
 BAGUA_SYNCBN_HOST_DEVICE void pack_header(A* target, const Header& header) {
 #if defined(__CUDA_ARCH__)
-#pragma unroll  // run-time indices would put the header into local memory
+#pragma unroll  // runtime indexing would put the header into local memory
 #endif
   for (int64_t w = 0; w < kSumsHeader; ++w) {
     if (w < header.size) target[w] = static_cast<A>(header.words[w]);
@@ -107,7 +107,7 @@ BAGUA_SYNCBN_HOST_DEVICE Fault::Kind fault_of(const A* row, const A* first, int6
   const A *own = row + 2 * channels, *expected = first + 2 * channels;
   bool same = true;
 #if defined(__CUDA_ARCH__)
-#pragma unroll  // issues all loads before it waits
+#pragma unroll  // issues all loads before waiting
 #endif
   for (int64_t w = 0; w < kRowHeader; ++w) {
     if (w < header_size) same &= own[2 + w] == expected[2 + w];

@@ -39,7 +39,7 @@ inline void check(bool holds, const char* argument, const char* expected, const 
   if (!holds) refuse(argument, expected, got);
 }
 
-// Returns tensor.scalar_type(), faster: it tests the common dtypes first. An op needs it about ten times per call.
+// Returns tensor.scalar_type(), faster: it tests the common dtypes first. An op calls it about ten times.
 inline ScalarType scalar_type(const Tensor& tensor) {
   int32_t code = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &code));

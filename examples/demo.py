@@ -37,15 +37,15 @@ RUNS: dict[str, tuple[str, list[str], list[str]]] = {
 # Four ranks add up in a different order, so losses equal the reference only up to rounding. The largest measured gap is
 # 1e-15 over 537 steps. Initial parameters with relative noise of 1e-12 changed the losses by at most 2e-12, so training
 # hardly amplifies rounding differences (e.g. between processors or libraries), and the bound has a margin of a million.
-# Real differences exceed the bound by far: the unsynced run does at the first step.
+# Real differences far exceed the bound: the unsynced run does so in the first step.
 #
 # Why float64: the gradient of a ReLU jumps at 0. Among the 18 million activations of this training, the smallest
-# magnitude is 3e-9: float64 rounding cannot flip its sign, but float32 rounding can. In float32 the synced run left the
-# reference for 4 of 5 seeds, by more than 1e-4 after steps 266, 299, 422 and 472, and by up to 9e-2 at the end. Until
-# shortly before, the gap was below 5e-7.
+# magnitude is 3e-9: float64 rounding cannot flip its sign, but float32 rounding can. In float32, the synced run
+# diverged from the reference for 4 of 5 seeds, by more than 1e-4 after steps 266, 299, 422 and 472, and by up to 9e-2
+# at the end. Until shortly before those steps, the gap was below 5e-7.
 DTYPE = "float64"
 SYNCED_BOUND = 1e-9
-# A smaller gap would mean that the network hardly depends on the statistics: the comparison would prove nothing.
+# A smaller gap would mean that the network hardly depends on the statistics, so the comparison would prove nothing.
 UNSYNCED_MINIMUM = 1e-2
 
 TITLE = "Four synchronized ranks train like one process; four unsynchronized ranks do not"
@@ -57,7 +57,7 @@ def train(name: str) -> dict[str, Any]:
     description, launcher, arguments = RUNS[name]
     script = [str(EXAMPLES / "train_digits.py"), "--dtype", DTYPE, "--output", str(output)]
     command = [sys.executable, *launcher, *script, *arguments]
-    # One thread each: on images of 8 by 8 pixels more of them only wait for each other.
+    # One thread each: on 8 by 8 images, more threads would only wait for each other.
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     if torch.cuda.device_count() < RANKS:
         environment["CUDA_VISIBLE_DEVICES"] = ""  # all three runs on devices of the same kind

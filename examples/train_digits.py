@@ -30,7 +30,7 @@ import bagua_syncbn
 
 
 def join_job() -> torch.device:
-    """Joins the launcher's job, if there is a launcher; returns the device of this rank."""
+    """Joins the launcher's job, if any; returns this rank's device."""
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     use_cuda = torch.cuda.device_count() >= local_size  # NCCL needs a device per rank
     device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")

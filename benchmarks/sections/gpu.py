@@ -1,7 +1,7 @@
 """Section gpu: on a CUDA device, ops compared with a copy and ATen's kernels, a layer with torch's SyncBatchNorm.
 
-Ops are timed on the device, layers on host and device. Workloads have enough inputs to evict each from the device's
-cache before its next turn. On CPU, to test this file, only our ops run.
+Ops are timed on the device, layers on host and device. Workloads have enough inputs that each is evicted from the
+device's cache before its next turn. On CPU (for testing this file), only our ops run.
 """
 
 import itertools
@@ -54,7 +54,7 @@ def make_inputs(shape: Shape, layout: str, dtype: torch.dtype, device: torch.dev
 
 
 def device_seconds(function: Function, calls: int) -> float:
-    """Times calls that the host queues while the device waits for a millisecond or more."""
+    """Times calls on the device; the host enqueues them while the device waits for at least a millisecond."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(2_000_000)
     begin.record()

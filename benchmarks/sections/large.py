@@ -32,7 +32,8 @@ RULES = {
 
 
 class Alike:
-    """A communicator whose peers instantly send the same messages; records kind and bytes of each message."""
+    """A communicator with simulated peers that instantly send the same messages; records each message's kind and
+    size."""
 
     rank = 0
 
@@ -45,7 +46,7 @@ class Alike:
         self.sent.append(("gather", packed.nbytes))
         if self._rows.shape != (self.size, packed.numel()) or self._rows.dtype != packed.dtype:
             self._rows = packed.repeat(self.size, 1)
-        # Keeps the statistics of the first call, because a backend would write the rows; only headers change.
+        # Reuses the rows of the first call, because filling them is a backend's work; only headers change.
         self._rows[:, -3:] = packed[-3:]
         return self._rows
 
@@ -54,7 +55,7 @@ class Alike:
         return packed.mul_(self.size)
 
 
-# Mean, variance and count of all ranks, merged by a rule from the last message.
+# Mean, variance and count of all ranks, merged from the last message.
 Merged = tuple[Tensor, Tensor, Tensor]
 
 
@@ -145,7 +146,7 @@ def make(ranks: int) -> tuple[Workload, Workload, dict[str, list[tuple[str, int]
 
     steps, sent = {"ours": step(layer)} | {name: by_rule(name) for name in _RULES}, {}
     for name, function in steps.items():
-        for _ in range(3):  # ours predicts messages from the third step on
+        for _ in range(3):  # our layer predicts messages starting in the third step
             alike[name].sent.clear()
             function()
         sent[name] = list(alike[name].sent)

@@ -46,13 +46,14 @@ SHAPES: tuple[Shape, ...] = (
     (64, 8, 224, 224),
 )
 
-# Inputs from this size on are measured on at most two ranks and in one way, except for one of them.
+# Inputs of at least this size are measured on at most two ranks and in one way, except for one input.
 _HUGE = 25_000_000
 _MEASURED_IN_FULL = (32, 256, 56, 56)
 
 
 def cases(job: dict[str, Any], world_size: int) -> list[tuple[Shape, str, int]]:
-    """Returns interleaved input on two ranks, and several threads on one and two ranks, which leave cores idle."""
+    """Returns extra cases: interleaved input on two ranks, and several threads on one and two ranks, which leave cores
+    idle."""
     chosen = []
     for shape in map(tuple, job["shapes"] or SHAPES):
         huge = math.prod(shape) >= _HUGE and shape != _MEASURED_IN_FULL

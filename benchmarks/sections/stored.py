@@ -64,7 +64,7 @@ class Storages(TorchDispatchMode):
         return results
 
     def sizes_alive(self, known: Iterable[Tensor] = ()) -> list[int]:
-        """Returns the bytes of each living storage, except those of earlier tensors."""
+        """Returns the size in bytes of each live storage, except those of earlier tensors."""
         before = {tensor.untyped_storage()._cdata for tensor in known}
         noted = self._noted.items()
         return [size for key, (storage, size) in noted if key not in before and not storage.expired()]
@@ -106,7 +106,7 @@ def peak_bytes(network: str, variant: str) -> int | None:
         return None
     command = [sys.executable, "-m", "benchmarks.sections.stored", network, variant]
     environment = {name: value for name, value in os.environ.items() if name not in machine.KEEP_MEMORY}
-    environment["MALLOC_MMAP_THRESHOLD_"] = "65536"  # returns larger blocks to the system
+    environment["MALLOC_MMAP_THRESHOLD_"] = "65536"  # larger blocks return to the system when freed
     return int(subprocess.run(command, env=environment, cwd=ROOT, stdout=-1, text=True, check=True).stdout)
 
 

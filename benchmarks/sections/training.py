@@ -1,6 +1,6 @@
 """Section training: a small residual network on scikit-learn's digits, data parallel, with each peer's layers.
 
-The global batch, its samples, the initial parameters and the optimizer are the same for any number of ranks. Peers take
+Global batches, initial parameters and optimizer do not depend on the number of ranks. Peers take
 turns of a few steps and are timed separately.
 """
 
@@ -65,7 +65,8 @@ class Trainer:
         self._model: nn.Module = make_network(make).to(device)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.05, momentum=0.9)
         if dist.get_world_size() > 1:
-            # No buffer broadcast: synchronized buffers are equal, and the unsynchronized layer would pay for it.
+            # No buffer broadcast: synchronized buffers are already equal, and it would slow down the unsynchronized
+            # layer.
             with warnings.catch_warnings():
                 # torch 2.13 renamed the option; the new one would broadcast once.
                 warnings.simplefilter("ignore", FutureWarning)
@@ -116,7 +117,7 @@ def measure(seed: int, job: dict[str, Any], makers: dict[str, Maker], device: to
     torch.set_num_threads(1)
     trainers = {name: Trainer(make, seed, device) for name, make in makers.items()}
     batches = {name: load_batches(seed, device) for name in makers}
-    # Warms up shared state, so that the first peer does not pay for it.
+    # Warms up shared state, so that the first peer is not slower.
     Trainer(makers["local"], seed, device).train([next(load_batches(seed, device)) for _ in range(3)])
     for turn in range(BOUTS):
         for name in list(trainers)[:: (-1) ** turn]:

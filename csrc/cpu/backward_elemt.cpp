@@ -1,5 +1,5 @@
-// batch_norm_backward_elemt: the gradient of the input, from the sums of all ranks. Recomputes an activation, or takes
-// a mask: the statistics depend on valid positions only.
+// batch_norm_backward_elemt: the gradient of the input, from the sums of all ranks. Recomputes an activation, or
+// applies a mask (statistics depend only on valid positions).
 
 #include <limits>
 

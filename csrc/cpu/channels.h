@@ -9,7 +9,7 @@
 
 namespace bagua_syncbn::cpu {
 
-// C++ types of a dtype: torch's, with conversions, and the storage type in the loops.
+// C++ types of a dtype: torch's type, with conversions, and the loops' storage type.
 template <typename T, typename S>
 struct TypeTag {
   using type = T;
@@ -28,7 +28,7 @@ void dispatch(DType dtype, const Body& body) {
   }
 }
 
-// The `count` values of a tensor as type A, converted if necessary. Without a tensor, all values are `otherwise`.
+// The `count` values of a tensor as type A, converted if necessary. If there is no tensor, all values are `otherwise`.
 template <typename A>
 class ChannelArray {
  public:

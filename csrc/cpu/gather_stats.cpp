@@ -32,7 +32,7 @@ int64_t merge_ranks(const A* gathered, int64_t ranks, int64_t channels, int64_t 
   return total;
 }
 
-// Computes the same from sums over ranks.
+// Computes the same results from sums over ranks.
 int64_t divide_sums(const double* sums, int64_t channels, std::vector<double>& mean, std::vector<double>& var) {
   const double count = sums[2 * channels], inverse = 1 / std::max(count, 1.0);
   for (int64_t c = 0; c < channels; ++c) unpack_moments(sums, channels, c, inverse, mean[c], var[c]);

@@ -6,7 +6,7 @@
 
 namespace bagua_syncbn::cpu {
 
-// Unused. CUDA's Device has a stream.
+// Unused; CUDA's Device has a stream.
 struct Device {
   explicit Device(const Tensor&) {}
 };

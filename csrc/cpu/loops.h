@@ -38,7 +38,7 @@ struct GradientFactors : NormalizeFactors<A> {
   const A* projection;
 };
 
-// Required for functions that the loops call, see loops/table.inl.
+// Required on functions that the loops call, see loops/table.inl.
 #define BAGUA_SYNCBN_IN_LOOPS inline __attribute__((always_inline))
 
 // Arguments of the reduction of g = dy * act'(z). `residual` and `g`, which receives g, may be null.
@@ -74,7 +74,7 @@ struct ActivatedLoops {
   // y = act(z); `residual` may be null.
   void (*normalize[2])(const T* x, const T* residual, T* y, Rows, const NormalizeFactors<A>&);
   // dx, without a residual. Where `valid` is 0, dx is dy * scale. Planar: a byte per value, the same for all rows.
-  // Interleaved: a byte per row. Null without a mask, and for all activations except Identity.
+  // Interleaved: a byte per row. Null if there is no mask, or an activation other than Identity.
   void (*gradient[2])(const T* dy, const T* x, T* dx, const uint8_t* valid, Rows, const GradientFactors<A>&);
   // Planar: `rows` rows of n values of one channel, `stride` apart.
   Pair (*sums)(const Gradients<T>&, int64_t rows, int64_t n, int64_t stride, int64_t channel);
@@ -96,8 +96,8 @@ struct Loops {
   ActivatedLoops<T> activated[kActivations];
 };
 
-// Returns the loops for the best instruction set of this CPU, or a lesser one named by BAGUA_SYNCBN_CPU_CAPABILITY
-// ("baseline", "avx2").
+// Returns the loops for this CPU's best instruction set, or a lower one set by BAGUA_SYNCBN_CPU_CAPABILITY ("baseline",
+// "avx2").
 template <typename T>
 const Loops<T>& loops();
 

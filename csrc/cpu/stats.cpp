@@ -7,7 +7,7 @@
 namespace bagua_syncbn::cpu {
 namespace {
 
-// Returns the sum of n bytes that are 1 or 0. Adds words of 8 bytes, which overflow after 255 additions.
+// Returns the sum of n bytes, each 0 or 1. Adds 8-byte words, whose bytes overflow after 255 additions.
 int64_t count_of(const uint8_t* valid, int64_t n) {
   constexpr int64_t kWord = 8, kMost = 255;
   int64_t count = 0, j = 0;

@@ -22,7 +22,7 @@ constexpr int64_t kSpan = 16384;
 constexpr int64_t kTileValues = 65536;
 constexpr int64_t kMaxTileRows = 256;
 
-// A reduction has at least this many parts if each has kGrain values or more: enough for all cores.
+// Minimum number of parts of a reduction, if each has at least kGrain values: enough for all cores.
 constexpr int64_t kParts = 64;
 
 // Calls body(begin, end) on ranges of `count` pieces with about `values` values each.
@@ -140,7 +140,7 @@ void for_each_stretch(const Geometry& g, const uint8_t* mask, const Write& write
     });
   }
   parallel_over(g.batch * g.channels, g.inner, [&](int64_t begin, int64_t end) {
-    while (begin < end) {  // with a mask, one sample at a time
+    while (begin < end) {  // one sample at a time if there is a mask
       const int64_t sample = begin / g.channels, last = mask ? std::min(end, (sample + 1) * g.channels) : end;
       const uint8_t* valid = mask ? mask + sample * g.inner : nullptr;
       if (valid && std::memchr(valid, 0, g.inner) == nullptr) valid = nullptr;

@@ -1,8 +1,8 @@
 // batch_norm_backward_reduce: per-channel sums of g = dy * act'(z) and g * (x - mean), and this rank's gradients of
 // weight and bias. Optionally stores g.
 //
-// A thread sums a batch before it adds it to its total. The block sums over its threads, and merge_sums over the parts
-// of a channel, in double.
+// A thread sums a batch before it adds it to its total. The block sums over its threads, and merge_sums sums over a
+// channel's parts, in double.
 
 #include "normalize.cuh"
 #include "reduce.cuh"
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kThreads, Traits::resident())
   using A = typename Traits::A;
   constexpr bool kActivates = Traits::kActivates;
   constexpr int kWidth = Traits::kWidth, kLanes = Traits::kLanes;
-  // Interleaved kernels with an activation have no registers left for batch sums.
+  // Interleaved kernels with an activation lack registers for batch sums.
   constexpr bool kSumsBatch = !kActivates || Traits::kPlanar;
   Batch<Traits> batch(plan, false);
   Loaded<Traits> grads, values, residuals;
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kThreads, Traits::resident())
     batch.read_mask();
   };
   load();
-  NormalizeFactors<A> factors[kLanes] = {};  // waited for together with the first batch
+  NormalizeFactors<A> factors[kLanes] = {};  // loads complete with those of the first batch
   share_factors<Traits>(factors, batch, [&](int64_t c) { return NormalizeFactors<A>(arguments.factors, c); });
   Sums<A, kLanes> sums{};
   while (batch.any) {

@@ -25,16 +25,16 @@ struct Traits {
   static constexpr int kLanes = kPlanar ? 1 : kWidth;
   static constexpr int kTile = kPlanar ? 1 : kWidth == 1 ? kWarp : kLineBytes / kVectorBytes * kWidth;
 
-  // Slots per batch. Twice as many if they are scalar, half as many for two input tensors.
+  // Slots per batch. Twice as many for scalars, half as many for two input tensors.
   static constexpr bool kOneInput = kOp == Op::kStats || (kOp == Op::kElemt && !kActivates);
   static constexpr int kSlots = (kWidth == 1 ? 2 : 1) * kBatch / (kOneInput ? 1 : 2);
-  // With activations, a loop over slots: unrolled, one kernel spills registers.
+  // With activations, the loop over slots is not unrolled; otherwise, one kernel spills registers.
   static constexpr int kUnroll = kActivates ? 1 : kSlots;
-  // A reduction leaves the tensor in the cache for the next pass. An element-wise kernel is the last to read it.
+  // A reduction leaves the tensor in the cache for the next pass. An element-wise kernel is the last reader.
   static constexpr Read kRead = kReduces ? Read::kAgain : Read::kLast;
 
-  // Blocks per multiprocessor for which the compiler limits registers; 0: no limit. With one block more, it spills
-  // registers or delays a load on at least one card.
+  // Blocks per multiprocessor for which the compiler limits registers; 0: no limit. With one more block, the kernel
+  // spills registers or delays a load on at least one card.
   static constexpr int resident() {
     constexpr int size = sizeof(T);
     if (kOp == Op::kStats) return kMasked ? 2 : kPlanar || size == 4 ? 4 : size == 8 ? 3 : 2;
@@ -73,7 +73,7 @@ __device__ __forceinline__ unsigned valid_bits(const uint8_t* mask, const Planar
   return bits;
 }
 
-// Removes and returns the first item. Run-time indices would put the array into local memory.
+// Removes and returns the first item. Runtime indexing would put the array into local memory.
 template <typename V, int K>
 __device__ __forceinline__ V take(V (&items)[K]) {
   const V first = items[0];
@@ -165,7 +165,7 @@ struct Loaded {
     for (int u = 0; u < kSlots; ++u) bits[u] = load_slot<W, Traits::kRead>(tensor, batch.slots[u], batch.walk.whole());
   }
   __device__ __forceinline__ Pack<T, W> slot(int u) const { return pack_of<T, W>(bits[u]); }
-  // Replaces each invalid value by its channel's value in `others`.
+  // Replaces each invalid value with its channel's value in `others`.
   __device__ __forceinline__ void replace(const Batch<Traits>& batch,
                                           const typename Traits::A (&others)[Traits::kLanes]) {
 #pragma unroll

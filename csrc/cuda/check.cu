@@ -59,7 +59,7 @@ struct Check {
     noted = std::max(noted, std::isnan(error) ? HUGE_VAL : error);
   }
 
-  // Two ranks, the second with a mask, and their merge.
+  // Two ranks (the second has a mask) and their merge.
   void check_statistics() {
     const auto counts = [&](int rank, int64_t r) { return rank == 0 || valid[r] ? 1 : 0; };
     for (int64_t r = 0; r < rows; ++r) valid[r] = r % 3 != 1;
@@ -127,7 +127,7 @@ struct Check {
 };
 
 int main() {
-  // Both layouts; vectors and scalars; one block per channel and several.
+  // Both layouts; vectors and scalars; one and several blocks per channel.
   for (const Geometry& g : {Geometry{false, 2, 3, 20001}, {false, 3, 40, 9}, {true, 1, 24, 5000}, {true, 30, 300, 2}}) {
     for (const DType dtype : {DType::kHalf, DType::kBFloat16, DType::kFloat, DType::kDouble}) {
       dispatch(dtype, [&](auto value) {

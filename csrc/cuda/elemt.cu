@@ -1,5 +1,5 @@
-// batch_norm_elemt: y = act((x - mean) * invstd * weight + bias + residual). The mean is subtracted first: folded into
-// the bias, it would cancel if it is large compared to the deviation.
+// batch_norm_elemt: y = act((x - mean) * invstd * weight + bias + residual). The mean is subtracted first: folding it
+// into the bias would lose precision if the mean is large compared to the deviation.
 
 #include "launch.cuh"
 #include "normalize.cuh"
@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kThreads, Traits::resident())
     if (kActivates && residual != nullptr) residuals.load(residual, batch);
   };
   load();
-  NormalizeFactors<A> factors[Traits::kLanes];  // waited for together with the first batch
+  NormalizeFactors<A> factors[Traits::kLanes];  // loads complete with those of the first batch
   share_factors<Traits>(factors, batch, [&](int64_t c) { return NormalizeFactors<A>(tensors, c); });
   while (batch.any) {
 #pragma unroll(Traits::kUnroll)

@@ -1,8 +1,8 @@
 // batch_norm_gather_stats: merges the statistics of all ranks and updates the running statistics.
 //
 // A thread merges one channel in double, in two passes over the ranks: mean and average variance, then deviations of
-// the means. A rank's weight is its share of all values, which one lane computes for its warp. The order depends only
-// on the number of ranks, so all ranks get the same bits.
+// the means. A rank's weight is its share of all values; one lane computes it for its warp. The order depends only on
+// the number of ranks, so all ranks get the same bits.
 
 #include "../packed_stats.h"
 #include "reduce.cuh"
@@ -10,7 +10,7 @@
 namespace bagua_syncbn::cuda {
 namespace {
 
-// Number of ranks whose values a thread loads before it uses the first.
+// Number of ranks that a thread loads before it uses the first value.
 constexpr int kRanksAtOnce = 8;
 // Threads per block if there are several blocks: few, so that many multiprocessors share the double arithmetic.
 constexpr int kFewThreads = 64;
@@ -23,7 +23,7 @@ __device__ __forceinline__ V add_lanes(V value) {
   return __shfl_sync(kAllLanes, value, 0);
 }
 
-// The gathered rows of all ranks. All lanes of a warp construct it and merge together.
+// All ranks' gathered rows. All lanes of a warp construct it and merge together.
 template <typename A>
 class Ranks {
   const A* rows;
@@ -123,8 +123,8 @@ __device__ void update_running(const MutablePerChannel& running, int64_t c, cons
   write_channel(running, c, before + momentum * (value - before));
 }
 
-// The work of a merge_ranks launch. With several blocks, it takes two launches if an update depends on more than one
-// channel: on the counter of batches, which one thread changes, or on whether all channels are finite.
+// What a merge_ranks launch computes. Several blocks need two launches if updates depend on more than one channel: on
+// the batch counter, which one thread changes, or on whether all channels are finite.
 enum class Phase { kAll, kMerge, kUpdate };
 
 // `found` passes values from kMerge to kUpdate: 1 for each block with finite statistics, then the momentum.
@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (first) found[gridDim.x] = momentum;
     return;
   }
-  if (!finite || ranks.total < 2) return;  // a single value has no unbiased variance
+  if (!finite || ranks.total < 2) return;  // the unbiased variance needs at least two values
   if (first && arguments.batches != nullptr) ++*arguments.batches;
   if (!tracks) return;
   const auto count = static_cast<double>(ranks.total);

@@ -13,7 +13,7 @@ namespace bagua_syncbn::cuda {
 
 using Stream = CUstream_st*;
 
-// Makes `device` current for the CUDA runtime of this library, which is not torch's.
+// Makes `device` current for this library's CUDA runtime, which is separate from torch's.
 void set_device(int32_t device);
 
 // Whether the kernels run on a device. kOldDriver: the driver is older than the library's CUDA runtime. kNoImage: the
@@ -51,7 +51,7 @@ void elemt(const void* x, void* y, DType dtype, const Geometry& g, const Factors
 void backward_reduce(const void* dy, const void* x, void* grad_buffer, DType dtype, const Geometry& g,
                      const BackwardReduceArguments& arguments, const Epilogue& epilogue, Device& device);
 
-// Takes no residual, and no mask with an activation. `dx` may be `dy`. At invalid positions, `dx` is
+// Supports no residual, and a mask only without an activation. `dx` may be `dy`. At invalid positions, `dx` is
 // dy * invstd * weight.
 void backward_elemt(const void* dy, const void* x, void* dx, DType dtype, const Geometry& g,
                     const BackwardElemtArguments& arguments, const uint8_t* mask, const Epilogue& epilogue,

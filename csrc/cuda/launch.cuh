@@ -30,8 +30,8 @@ struct Kernel<kKernel> {
   // Adds the kernel to all_kernels() when the library is loaded.
   static inline const bool known = (all_kernels().push_back(reinterpret_cast<const void*>(kKernel)), true);
 
-  // Launches the kernel with `arguments`, converted to its parameters. Raises errors of the launch; does not wait for
-  // the kernel.
+  // Launches the kernel with `arguments`, converted to its parameter types. Raises launch errors; does not wait for the
+  // kernel.
   template <typename... Arguments>
   static void launch(const Extent& grid, const Extent& block, Stream stream, const Arguments&... arguments) {
     static_cast<void>(&known);  // forces its instantiation

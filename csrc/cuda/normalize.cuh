@@ -1,7 +1,7 @@
 // Normalization and activations: z = (x - mean) * invstd * weight + bias + residual, act(z) and act'(z).
 //
 // One kernel per dtype, width and layout computes all activations: it branches once per slot, after all loads of a
-// batch. A kernel per activation would be as fast but need ten times the machine code.
+// batch. One kernel per activation would be as fast but take ten times the machine code.
 #pragma once
 
 #include "../activations.h"
@@ -25,7 +25,7 @@ struct NormalizeFactors {
   __device__ __forceinline__ A normalize(A x) const { return (x - mean) * scale + shift; }
 };
 
-// Also the factors of the gradient.
+// Adds the factors of the gradient.
 template <typename A>
 struct GradientFactors : NormalizeFactors<A> {
   A mean_dy, projection;
@@ -54,7 +54,7 @@ __device__ __forceinline__ void share_factors(F (&factors)[Traits::kLanes], cons
   const int64_t own = batch.walk.own_channel();
   if (own >= 0) tile[thread_index()] = read(own);
   __syncthreads();
-  if (!batch.any) return;  // the thread may have no channels
+  if (!batch.any) return;  // threads may have no channels
 #pragma unroll
   for (int i = 0; i < Traits::kLanes; ++i) factors[i] = tile[batch.walk.column() * Traits::kLanes + i];
 }
@@ -88,7 +88,7 @@ __device__ __forceinline__ V normal_cdf(V z) {
 __device__ __forceinline__ double sigmoid_of(double x) {
   return 1.0 / (1.0 + exp(-x));
 }
-// Exact to 2 units in the last place. A division takes three times the instructions.
+// Exact to 2 units in the last place. A division takes three times as many instructions.
 __device__ __forceinline__ float sigmoid_of(float x) {
   return __fdividef(1.0f, 1.0f + expf(-x));
 }
@@ -98,7 +98,7 @@ __device__ __forceinline__ float sigmoid_of(float x) {
 
 }  // namespace activations
 
-// Replaces each z by act(z), or by act'(z).
+// Replaces each z with act(z) or act'(z).
 template <bool kDerivative, typename A, int N>
 __device__ __forceinline__ void activate(A (&z)[N], const Act<A>& act) {
   switch (static_cast<Code>(act.code)) {

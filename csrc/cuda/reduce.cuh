@@ -61,9 +61,9 @@ struct Sums {
   __device__ __forceinline__ Sums<A, 1> lane(int i) const { return {{first[i]}, {second[i]}}; }
 };
 
-// Merges `value` over the threads of a block that have the same channels. Threads form rows of `columns`; each has
-// kLanes of the block's (at most kTile) channels. Thread t gets the result for channel t. Called by all threads, with a
-// barrier between two calls.
+// Merges `value` over a block's threads that share channels. Threads form rows of `columns`; each has kLanes of the
+// block's (at most kTile) channels. Thread t gets the result for channel t. Called by all threads, with a barrier
+// between two calls.
 template <int kTile = 1, template <typename, int> typename S, typename A, int kLanes>
 __device__ __forceinline__ S<A, 1> reduce_block(S<A, kLanes> value, int columns = 1) {
   __shared__ S<A, kLanes> of_warps[kThreads / kWarp][kTile / kLanes];
@@ -86,8 +86,8 @@ Part* allocate_parts(Device& device, const Plan& plan) {
   return reinterpret_cast<Part*>(device.allocate(plan.parts * plan.channels * (sizeof(Part) / sizeof(double))));
 }
 
-// Launches kMerge, with a block per channel, to merge `parts` results. Without any, it writes the results of an empty
-// input.
+// Launches kMerge, with a block per channel, to merge `parts` results. With zero parts, it writes the results of an
+// empty input.
 template <auto kMerge, typename... Arguments>
 void launch_merge(const Device& device, int64_t channels, int64_t parts, const Arguments&... arguments) {
   Kernel<kMerge>::launch({channels, 1}, {power_of_two(parts, kWarp, kThreads), 1}, device.stream, parts, arguments...);

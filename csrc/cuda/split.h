@@ -15,8 +15,8 @@ namespace bagua_syncbn::cuda {
 // Threads: maximum per block, and per warp.
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
-// Bytes per vector: the widest load that all cards have. A batch of vectors has at most 32 values, so a 32-bit integer
-// holds a bit for each value.
+// Bytes per vector: the widest load that all cards support. A batch of vectors has at most 32 values, so a 32-bit
+// integer holds a bit for each value.
 constexpr int kVectorBytes = 16;
 // Row bytes per interleaved block: a cache line. In reductions half a line, which memory still delivers at full speed:
 // more threads share a channel, and fewer parts remain to be merged.
@@ -133,7 +133,7 @@ inline int64_t parts_of(int64_t units, int64_t slots, int64_t width, bool reduce
 }
 
 // Whether the kernels can load vectors from these addresses. Planar rows may be misaligned if all tensors are
-// misaligned alike.
+// misaligned by the same amount.
 inline bool takes_vectors(const Geometry& g, int64_t value_size, std::initializer_list<const void*> addresses) {
   const int64_t width = vector_width(value_size);
   const auto offset = [](const void* address) { return reinterpret_cast<uintptr_t>(address) % kVectorBytes; };
@@ -142,7 +142,7 @@ inline bool takes_vectors(const Geometry& g, int64_t value_size, std::initialize
   if (!std::all_of(addresses.begin(), addresses.end(), same) || first % value_size != 0) return false;
   if (g.interleaved) return first == 0 && g.channels % width == 0;
   const bool aligned = first == 0 && g.inner % width == 0;
-  return aligned || g.inner >= 4 * width;  // most slots of shorter rows are cut
+  return aligned || g.inner >= 4 * width;  // shorter rows have mostly partial slots
 }
 
 inline Planar split_planar(const Geometry& g, int64_t width, int misaligned, bool reduces) {
@@ -150,7 +150,7 @@ inline Planar split_planar(const Geometry& g, int64_t width, int misaligned, boo
   const int64_t slots = aligned ? g.inner / width : ceil_div(g.inner + width - 1, width), all = g.batch * slots;
   expect(g.inner <= kMost && g.batch < kMost && all < kMost, "more than 2^30 values in a row, or slots in a channel");
   Planar plan{g.channels, g.inner, slots, parts_of(g.channels, all / kThreads, width, reduces), kThreads};
-  // Small blocks if they fill the card, so that each thread has enough work.
+  // Uses small blocks if they fill the card, so that each thread has enough work.
   const int64_t slots_of_thread = plan.parts * g.channels >= kFewBlocks ? kBatch : kBatch / 2;
   plan.threads = power_of_two(ceil_div(ceil_div(all, plan.parts), slots_of_thread), kWarp, kThreads);
   plan.sharing = {all, plan.parts, plan.threads, reduces};

@@ -1,8 +1,8 @@
 // batch_norm_stats: per-channel mean, biased variance and count, optionally with a mask, packed for the exchange.
 //
 // Each thread sums deviations from a center, its first valid value, and their squares, one batch at a time. This stays
-// precise if the mean is large compared to the deviation. A center far from the mean costs little, because this value
-// also increases the variance. The block merges its threads' moments, and merge_stats merges parts in double.
+// precise if the mean is large compared to the deviation. A center far from the mean does little harm, because such a
+// value also increases the variance. The block merges its threads' moments, and merge_stats merges parts in double.
 
 #include "../packed_stats.h"
 #include "batch.cuh"
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kThreads, Traits::resident())
         if (batch.counts(i % kWidth, i / kWidth)) moments.center[i % kLanes] = value;
       }
     }
-    // Centers replace invalid values: their deviation is zero. A branch per value would diverge in most warps.
+    // Centers replace invalid values, so the deviation is zero. A branch per value would diverge in most warps.
     if (!batch.full()) values.replace(batch, moments.center);
 #pragma unroll
     for (int lane = 0; lane < kLanes; ++lane) {

@@ -37,8 +37,8 @@ BAGUA_SYNCBN_HOST_DEVICE __forceinline__ T narrow(Accumulate<T> value) {
 template <typename T>
 constexpr int kVector = static_cast<int>(vector_width(sizeof(T)));
 
-// W values that are loaded and stored together. They keep their storage type until all loads of a batch are issued: a
-// conversion waits for its load.
+// W values that are loaded and stored together. They keep their storage type until all loads of a batch are issued,
+// because a conversion waits for its load.
 template <typename T, int W>
 struct alignas(W * sizeof(T)) Pack {
   T values[W];
@@ -72,7 +72,7 @@ struct Slot {
 struct RowSlot {
   int64_t offset;
 
-  // A bit for the row.
+  // A bit for the whole row.
   __device__ __forceinline__ unsigned mask() const { return offset >= 0; }
 };
 

@@ -45,7 +45,7 @@ class PlanarWalk {
     offset_ = (sample_ * plan.channels + channel) * plan.inner;
   }
 
-  // Threads of the block along its channels, and the index of this thread among them.
+  // The number of threads along the block's channels, and this thread's index among them.
   __device__ __forceinline__ int columns() const { return 1; }
   __device__ __forceinline__ int column() const { return 0; }
   // The channel whose per-channel values this thread reads and writes, or -1.
@@ -79,7 +79,7 @@ class PlanarWalk {
   bool whole_;
   int64_t offset_;  // start of the row
   int sample_, slot_;
-  int left_;  // slots from the next one to the end of the part
+  int left_;  // slots left in the part, including the next
 };
 
 // Interleaved: block (tile, part). A thread has the same W channels in every row.
@@ -126,7 +126,7 @@ class InterleavedWalk {
  private:
   const Interleaved& plan_;
   int64_t tile_, offset_, end_;
-  int left_;  // rows from the next one to the end of the part
+  int left_;  // rows left in the part, including the next
 };
 
 }  // namespace bagua_syncbn::cuda

@@ -13,7 +13,7 @@ constexpr char kCapsule[] = "bagua_syncbn.segment";
 // A segment in a Python capsule.
 struct Handle {
   Segment segment;
-  bool is_busy = false;  // a thread sleeps in it; guarded by the GIL
+  bool is_busy = false;  // a thread is sleeping in it; guarded by the GIL
 };
 
 Handle& handle_of(PyObject* capsule) {
@@ -27,7 +27,7 @@ Handle& handle_of(PyObject* capsule) {
   return *handle;
 }
 
-// Releases the GIL in its lifetime.
+// Releases the GIL during its lifetime.
 class ReleasedGil {
  public:
   explicit ReleasedGil(Handle& handle) : handle_(handle) {
@@ -38,7 +38,7 @@ class ReleasedGil {
     PyEval_RestoreThread(state_);
     handle_.is_busy = false;
   }
-  // Lets Python handle signals. Returns whether a handler raised, as for Ctrl-C.
+  // Lets Python handle signals. Returns whether a handler raised an exception, as for Ctrl-C.
   bool is_interrupted() {
     PyEval_RestoreThread(state_);
     const bool raised = PyErr_CheckSignals() != 0;
@@ -51,7 +51,7 @@ class ReleasedGil {
   PyThreadState* state_ = nullptr;
 };
 
-// The ranks' numbers, from an array of int32 in bytes.
+// Parses rank numbers from bytes (an int32 array).
 std::vector<int32_t> members_of(PyObject* bytes) {
   char* data = nullptr;
   Py_ssize_t size = 0;

@@ -47,7 +47,7 @@ void check(bool succeeded, const char* call, int error = errno) {
   if (!succeeded) throw std::runtime_error(std::string(call) + ": " + std::system_category().message(error));
 }
 
-Word forks{0};  // number of forks between the process that loaded the library and this one
+Word forks{0};  // fork generations since the library was loaded
 [[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1); });
 
 struct flock lock_of(int rank) {
@@ -69,7 +69,7 @@ inline void relax() {
 
 void futex_wait(Word& word, uint32_t value) {
   const timespec slice = {0, kSliceNanoseconds};
-  syscall(SYS_futex, &word, FUTEX_WAIT, value, &slice, nullptr, 0);  // the caller checks why it returned
+  syscall(SYS_futex, &word, FUTEX_WAIT, value, &slice, nullptr, 0);  // the caller checks why the wait returned
 }
 
 void futex_wake_all(Word& word) {
@@ -91,7 +91,7 @@ std::string Message::text() const {
 Segment::Segment(std::vector<int32_t> members, Options options, int rank)
     : members_(std::move(members)), options_(options), rank_(rank), forks_(forks.load()) {}
 
-// Delegates, so that the destructor runs if the body throws.
+// Delegates to another constructor, so that the destructor runs if the body throws.
 Segment::Segment(const std::string& name, std::vector<int32_t> members, Options options, int rank,
                  const std::string& place)
     : Segment(std::move(members), options, rank) {

@@ -50,7 +50,7 @@ struct RankState;
 class Segment {
  public:
   // Rank 0 creates the memory; its peers open it at rank 0's `place`, before the first message. `members` are the
-  // ranks' numbers in error messages. `name` is random, so a file with this name is the right memory.
+  // ranks' numbers in error messages. `name` is random; peers check it to identify the memory.
   Segment(const std::string& name, std::vector<int32_t> members, Options options, int rank, const std::string& place);
   ~Segment();
   Segment(const Segment&) = delete;
@@ -65,12 +65,12 @@ class Segment {
   // Returns whether the next message of every rank is here. Spins for a short time.
   bool poll() const;
   // Waits for it. Raises if a rank ended, left or is late, or if `is_interrupted`, called ten times a second, returns
-  // true. This rank has then left.
+  // true. After an error, this rank has left.
   void sleep(const std::function<bool()>& is_interrupted);
   // Writes the messages, or their sum in rank order, to `target`, after poll() or sleep(). Raises if they differ.
   void collect(void* target);
 
-  // Ends the waits of peers for this rank.
+  // Ends peers' waits for this rank.
   void leave();
 
   int ranks() const { return static_cast<int>(members_.size()); }

@@ -24,7 +24,7 @@ BAGUA_SYNCBN_IN_LOOPS void for_each_row(Rows rows, bool stream, const Body& body
   end_streaming();
 }
 
-// A per-channel factor: the same for a whole row, or a factor per column.
+// A per-channel factor: one for a whole row, or one per column.
 template <bool kColumns, typename A>
 struct Factor {
   const A* all;
@@ -74,7 +74,7 @@ BAGUA_SYNCBN_IN_LOOPS void normalize_rows(const T* x, const T* residual, T* y, R
 
 template <typename Activation, bool kColumns, typename T, typename A = Accumulate<T>>
 void normalize(const T* x, const T* residual, T* y, Rows rows, const NormalizeFactors<A>& factors) {
-  if constexpr (std::is_same_v<Activation, Identity>) {  // the most frequent loop, without a test of the residual
+  if constexpr (std::is_same_v<Activation, Identity>) {  // the most common loop, without a branch on the residual
     if (residual == nullptr) return normalize_rows<Identity, kColumns, T>(x, nullptr, y, rows, factors);
   }
   normalize_rows<Activation, kColumns>(x, residual, y, rows, factors);

@@ -3,7 +3,7 @@
 // Vectors that are summed together, in registers: AVX-512 has 32 registers, AVX2 and the baseline 16.
 constexpr int kVectorsAtOnce = kBytes == 64 ? 4 : 2;
 
-// Calls body(width, j, access) for blocks of columns: of kVectorsAtOnce vectors, of one vector, then for the rest.
+// Calls body(width, j, access) for blocks of kVectorsAtOnce vectors of columns, then single vectors, then the rest.
 // decltype(width)::value is the number of vectors.
 template <typename A, typename Body>
 BAGUA_SYNCBN_IN_LOOPS void for_each_block(int64_t channels, const Body& body) {
@@ -14,7 +14,7 @@ BAGUA_SYNCBN_IN_LOOPS void for_each_block(int64_t channels, const Body& body) {
   if (j < channels) body(std::integral_constant<int, 1>(), j, Part{channels - j});
 }
 
-// Sums are loaded and stored once per kGroup rows. Groups are small, so that memory is read almost in order: long
+// Sums are loaded and stored once per kGroup rows. Groups are small, so that memory is read almost sequentially: long
 // columns take 1.5 times as long.
 constexpr int64_t kGroup = 8;
 
@@ -24,13 +24,13 @@ inline int64_t group_ahead(int64_t channels) {
 }
 
 // Computes two sums per column, sums[2][channels]. term(first, second, center, row, column, access) adds the terms of a
-// vector to both. `center` is its part of `centers`.
+// vector to both. `center` is the vector's part of `centers`.
 template <typename A, typename Term>
 BAGUA_SYNCBN_IN_LOOPS void add_columns(int64_t rows, int64_t channels, const A* centers, A* sums, const Term& term) {
   for (int64_t c = 0; c < 2 * channels; ++c) sums[c] = 0;
   for (int64_t begin = 0; begin < rows; begin += kGroup) {
     const int64_t end = begin + kGroup < rows ? begin + kGroup : rows;
-    // Takes 10 % longer if not inlined.
+    // Takes 10% longer if not inlined.
     for_each_block<A>(channels, [&](auto width, int64_t j, auto access) __attribute__((always_inline)) {
       constexpr int kVectors = decltype(width)::value;
       Vec<A> center[kVectors], first[kVectors], second[kVectors];

@@ -13,7 +13,7 @@ inline Vec<float> fused_multiply_add(Vec<float> a, Vec<float> b, Vec<float> c) {
 }
 #else
 #if !defined(__FP_FAST_FMAF)
-__attribute__((noinline))  // calls of the C library would be most of the loops' code
+__attribute__((noinline))  // inlined calls of the C library would be most of the loops' code
 #endif
 Vec<float> fused_multiply_add(Vec<float> a, Vec<float> b, Vec<float> c) {
   for (int i = 0; i < kWidth<float>; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);

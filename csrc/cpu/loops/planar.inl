@@ -22,7 +22,7 @@ BAGUA_SYNCBN_IN_LOOPS void for_each_vector(int64_t n, const Body& body) {
   }
 }
 
-// A sum in kLanes lanes.
+// A running sum in kLanes lanes.
 template <typename A>
 struct Lanes {
   static constexpr int kVectors = kLanes / kWidth<A>;
@@ -63,8 +63,8 @@ struct Ahead {
   }
 };
 
-// Sums deviations from a pivot. If the pivot is the mean of a 64th of the values, rounding errors grow at most by a
-// factor of 64, for any values.
+// Sums deviations from a pivot. If the pivot is the mean of 1/64 of the values, rounding errors grow by a factor of at
+// most 64, for any values.
 template <bool kMasked, typename T, typename A = Accumulate<T>>
 BAGUA_SYNCBN_IN_LOOPS Pair moments_of(const T* x, const uint8_t* valid, int64_t rows, int64_t n, int64_t stride,
                                       const Sample& sample, int64_t count) {

@@ -5,8 +5,8 @@
 //   BAGUA_SYNCBN_TARGET        options for the compiler's target pragma; not in the baseline
 //   BAGUA_SYNCBN_MM(op)        x86 intrinsic for whole vectors; not in the baseline
 //
-// Functions from other headers must always be inlined here. Otherwise the linker would keep a single copy, perhaps for
-// an instruction set that the CPU lacks.
+// Functions from other headers must always be inlined in these files. Otherwise, the linker might keep only a copy that
+// uses instructions the CPU lacks.
 #include "../loops.h"
 
 #define BAGUA_SYNCBN_PRAGMA_OF(...) _Pragma(#__VA_ARGS__)

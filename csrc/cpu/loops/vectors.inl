@@ -37,7 +37,7 @@ inline void store_bytes(T* p, V v) {
 
 // widen() loads a vector and converts it to the accumulate type. stored() converts it back to the type of its second
 // argument.
-template <typename T>  // float and double; other types have overloads
+template <typename T>  // for float and double; the other types have overloads
 inline Vec<Accumulate<T>> widen(const T* p) {
   return load_bytes<Vec<Accumulate<T>>>(p);
 }
@@ -138,7 +138,7 @@ inline void narrow_part(T* p, Vec<A> v, int64_t n) {
 }
 
 #if BAGUA_SYNCBN_VECTOR_BYTES == 64
-// AVX-512 has masked loads and stores. Short rows spend most of their time here.
+// AVX-512 has masked loads and stores. For short rows, most of the time is spent here.
 inline uint32_t mask_below(int64_t n) {
   return (1u << n) - 1;
 }
@@ -199,7 +199,7 @@ struct Access {
   inline void fetch(const T* p) const {
     if constexpr (kWhole) prefetch(p);
   }
-  // Zeroes the lanes whose bytes at `valid` are 0, if kMasked.
+  // If kMasked, zeroes the lanes that have a 0 byte in `valid`.
   template <bool kMasked, typename A>
   inline Vec<A> counted(const uint8_t* valid, Vec<A> v) const {
     uint8_t bytes[kWidth<A>] = {};

@@ -1,4 +1,4 @@
-// Gets the device and stream of an op from torch.
+// Gets an op's device and stream from torch.
 #include "context.h"
 
 #include <dlfcn.h>
@@ -11,8 +11,8 @@ namespace {
 
 using StreamGetter = AOTITorchError (*)(int32_t device, void** stream);
 
-// Returns null with a CPU build of torch, in which this library must load too: it is not linked with libtorch_cuda.
-// RTLD_NOLOAD finds only the one that torch itself uses.
+// Returns null in a CPU build of torch. This library must load there too, so it is not linked with libtorch_cuda.
+// RTLD_NOLOAD finds only the copy that torch itself uses.
 StreamGetter find_stream_getter() {
   void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
   if (library == nullptr) return nullptr;
@@ -38,7 +38,7 @@ Support support_of(int32_t device) {
     // torch's guard restores the device of the thread, and creates no context if there was none.
     const torch::stable::accelerator::DeviceGuard guard(device);
     const int32_t found = static_cast<int32_t>(load_kernels(device)) + 1;
-    if (supports[device].compare_exchange_strong(known, found)) known = found;  // otherwise another thread was first
+    if (supports[device].compare_exchange_strong(known, found)) known = found;  // else, another thread was first
   }
   return static_cast<Support>(known - 1);
 }

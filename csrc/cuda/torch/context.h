@@ -10,8 +10,9 @@
 
 namespace bagua_syncbn::cuda {
 
-// Makes the device of `input` current during its lifetime, for torch and for this library's CUDA runtime. Frees its
-// memory while kernels still run, which is safe: the allocator reuses it only for later work on the same stream.
+// Makes the device of `input` current during its lifetime, for torch and for this library's CUDA runtime. Frees memory
+// while kernels may still be running. This is safe, because the allocator reuses it only for later work on the same
+// stream.
 class Context final : public Device {
  public:
   explicit Context(const Tensor& input);
