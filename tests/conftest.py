@@ -18,10 +18,10 @@ pytest.register_assert_rewrite(
     *(f"tests.helpers.{name}" for name in ("cases", "comparison", "observed", "replicated", "steps", "training"))
 )
 
-# TF32 errors in cuBLAS and cuDNN exceed the tolerances a hundredfold. Ranks inherit the variable.
+# TF32 errors in cuBLAS and cuDNN are 100 times the tolerances. Ranks inherit the variable.
 os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
 torch.backends.cudnn.allow_tf32 = False
-os.environ["KINETO_CONFIG"] = str(Path(__file__).parent / "helpers" / "kineto.conf")  # also for the ranks
+os.environ["KINETO_CONFIG"] = str(Path(__file__).parent / "helpers" / "kineto.conf")  # the ranks inherit it
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +35,7 @@ def pool():
 
 @pytest.fixture
 def large(pool):
-    """The pool, with groups that sum statistics as large groups do."""
+    """The pool, with groups that sum statistics like large groups."""
     yield LargeGroups(pool)
     pool.forget_job()
 
@@ -88,7 +88,7 @@ def pytest_pyfunc_call(pyfuncitem):
 
 
 def pytest_collection_finish():
-    gc.freeze()  # the collector skips torch's modules from now on
+    gc.freeze()  # garbage collection skips torch's modules after this
 
 
 def pytest_runtest_setup(item):

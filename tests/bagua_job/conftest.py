@@ -1,4 +1,4 @@
-"""Tests over the installed Bagua. Without Bagua, nothing here is collected."""
+"""Tests over the installed Bagua. Without Bagua, no test in this folder is collected."""
 
 from importlib.metadata import packages_distributions
 
@@ -11,7 +11,7 @@ if "bagua" not in packages_distributions():
 
 @pytest.fixture(scope="session")
 def pool():
-    """Ranks of a Bagua job on this machine, over the replaced native core of `native.py`."""
+    """Ranks of a Bagua job on this machine, with the fake native core of `native.py`."""
     from tests.bagua_job.native import join_job
     from tests.helpers.workers import WorkerPool
 

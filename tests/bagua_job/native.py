@@ -1,7 +1,7 @@
-"""Replaces the parts of Bagua that need a CUDA driver; its Python code, tensors and store stay.
+"""Replaces the parts of Bagua that need a CUDA driver, and keeps its Python code, tensors and store.
 
-Communicators run over gloo instead of NCCL. Streams do nothing: :data:`log` lists in order the enqueued work, the waits
-between streams, and the waits of the host.
+Communicators run over gloo instead of NCCL. Streams are no-ops; :data:`log` lists enqueued work, waits between streams
+and waits of the host, in order.
 """
 
 import ctypes
@@ -81,14 +81,14 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "U8": torch.uint8, "I64":
 
 
 def memory_of(bagua_tensor):
-    """Returns the memory that Bagua's handle passes to NCCL."""
+    """Returns the memory that a Bagua handle passes to NCCL."""
     dtype = _DTYPES[bagua_tensor.dtype()]
     size = bagua_tensor.num_elements() * dtype.itemsize
     return torch.frombuffer((ctypes.c_char * size).from_address(bagua_tensor.data_ptr()), dtype=dtype)
 
 
 class HostCommunicator:
-    """``bagua_core.BaguaSingleCommunicatorPy``, which only its members make, together."""
+    """``bagua_core.BaguaSingleCommunicatorPy``, which all members (and only they) create together."""
 
     made: ClassVar[list] = []
 
@@ -162,7 +162,7 @@ class HostBucket:
         return self._append(lambda: function(self.name))
 
     def _append(self, run):
-        operation = Mock(side_effect=run)  # its other methods are no-ops
+        operation = Mock(side_effect=run)  # the other methods are no-ops
         operation.get_status = lambda: not operation.abort.called
         self.operations.append(operation)
         return operation
@@ -190,7 +190,7 @@ class HostBackend:
 
 
 def join_job(store, rank, world_size):
-    """Starts a Bagua job over torch's default group on gloo, also in a process that was in another job."""
+    """Starts a Bagua job over torch's default group on gloo, even in a process that was in another job."""
     workers.join_job(store, rank, world_size)
     install()
     reset()
@@ -233,7 +233,7 @@ def install():
 
     import bagua_syncbn.communicators.bagua as ours
 
-    # In a thread, because these processes may not have children, which would also outlive them.
+    # In a thread, because these processes may not have children (which could outlive them).
     communication.start_autotune_server = start_autotune_thread
     # Bagua's functions refuse tensors on torch.device("cpu").
     communication.torch = SimpleNamespace(**vars(torch) | {"device": lambda *_: None})

@@ -59,10 +59,10 @@ def test_messages_keep_every_bit():
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("dtype", "layers"), [(torch.float32, 3), (torch.float64, 1)], ids=str)
 def test_one_collective_each_way_in_stream_order_without_host_waits(dtype, layers):
-    # A Linear first: a layer sends no sums if its input needs no gradient.
+    # Begins with a Linear, because a layer sends no sums if its input needs no gradient.
     model = nn.Sequential(nn.Linear(4, 4), *(nn.BatchNorm1d(4) for _ in range(layers))).to(dtype)
     convert_sync_batchnorm(model)
-    for _ in range(2):  # makes the communicator, and ranks agree on messages
+    for _ in range(2):  # creates the communicator, and lets ranks agree on messages
         output = model(torch.randn(3, 4, dtype=dtype))
         output.backward(torch.randn_like(output))
     log.clear()
@@ -75,19 +75,19 @@ def test_one_collective_each_way_in_stream_order_without_host_waits(dtype, layer
     assert len(HostCommunicator.made) == 1
     assert not [event.name for event in profiler.events() if event.name.startswith("c10d::")]
     own, caller = stream.cuda_stream, current_stream().cuda_stream
-    for index, entry in enumerate(log):  # nothing else is enqueued between the waits
+    for index, entry in enumerate(log):  # no other work is enqueued between the waits
         if entry[1] in COLLECTIVES:
             assert log[index - 1] == (own, "waits for", caller)
             assert log[index + 1] == (caller, "waits for", own)
     assert "host waits" not in log
-    # The sizes in docs/bagua.md.
+    # The message sizes in docs/bagua.md.
     name, sum_by = ("torch.float32", "allreduce") if dtype == torch.float32 else ("torch.int64", "allgather")
     assert sent() == [("allgather", 2 * 4 + 5, name)] * layers + [(sum_by, 2 * 4 + 6, name)] * layers
 
 
 @pytest.mark.ranks(2)
 def test_ranks_wait_in_python_until_all_members_make_the_first_use(tmp_path):
-    """Bagua's constructor waits with the GIL held, which its scheduler's thread needs in order to serve the peers."""
+    """Bagua's constructor holds the GIL while it waits, but its scheduler thread needs the GIL to serve peers."""
     store, constructor = dist.FileStore(str(tmp_path / "store"), 2), HostCommunicator.__init__
 
     def construct(*args, **kwargs):
@@ -122,7 +122,7 @@ def test_sent_messages_are_freed():
 
 @pytest.mark.ranks(4)
 def test_only_members_use_a_group():
-    """Other ranks run other code in between, then all ranks meet again."""
+    """Other ranks run different code in between, then all ranks communicate again."""
     rank = dist.get_rank()
     low, odd = communication.new_group([0, 1]), communication.new_group([3, 1])
     if rank in (0, 1):
@@ -169,14 +169,14 @@ def test_a_bagua_group_without_a_job_raises():
 
 @pytest.mark.ranks(2)
 def test_a_compiled_model_calls_the_communicator_in_python():
-    torch._dynamo.config.do_not_emit_runtime_asserts = True  # they fail on the properties that Bagua adds to modules
+    torch._dynamo.config.do_not_emit_runtime_asserts = True  # they fail on properties that Bagua adds to modules
     batch = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))[dist.get_rank() :: 2].clone()
     results = []
     for backend in (None, "aot_eager"):
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(4, 4), convert_sync_batchnorm(nn.BatchNorm1d(4)), nn.ReLU())
         step = model if backend is None else torch.compile(model, backend=backend)
-        for _ in range(3):  # ranks agree on messages at first
+        for _ in range(3):  # the first call also agrees on messages
             model.zero_grad()
             log.clear()
             output = step(batch)

@@ -1,4 +1,4 @@
-"""The import of research code for Bagua."""
+"""Research code's imports for Bagua."""
 
 import bagua.torch_api.contrib.sync_batchnorm as theirs
 import pytest

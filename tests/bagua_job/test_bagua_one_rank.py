@@ -1,4 +1,4 @@
-"""One rank over NCCL on a GPU, which communicates although it is alone: ``pytest -m gpu``. Not run on a GPU yet."""
+"""A single rank over NCCL on a GPU that nevertheless communicates: ``pytest -m gpu``. Not run on a GPU yet."""
 
 import pytest
 import torch
@@ -55,12 +55,12 @@ def train(algorithm):
             loss.backward()
             its.step()
             assert loss.isfinite()
-        if step == 0:  # later, some algorithms differ
+        if step == 0:  # some algorithms differ in later steps
             torch.testing.assert_close(model[1].running_var, local[1].running_var)
     if algorithm == "async":
         model.bagua_algorithm.abort(model)
     assert model[1].num_batches_tracked.item() == 5
-    if algorithm == "gradient_allreduce":  # the gradients of one rank
+    if algorithm == "gradient_allreduce":  # one rank's gradients
         torch.testing.assert_close(model.state_dict(), local.state_dict(), rtol=1e-3, atol=1e-4)
 
 

@@ -48,13 +48,13 @@ def train(algorithm, own_method):
     if own_method:  # does not broadcast buffers
         model[1].running_mean.zero_()
         wrapped = model.with_bagua([optimizer], make_algorithm(algorithm, optimizer))
-    else:  # by name, except for the one that needs an option here
+    else:  # selected by name, except for the algorithm that needs an option
         given = make_algorithm(algorithm, optimizer) if algorithm == "async" else algorithm
         wrapped = bagua_syncbn.with_bagua(model, [optimizer], given)
     assert wrapped is model
     state = training.train(model, optimizer, SPLITS, dist.get_rank())
     if algorithm == "async":
-        time.sleep(0.05)  # time for the averages in the background
+        time.sleep(0.05)  # time for averaging in the background
         model.bagua_algorithm.abort(model)
         assert model.bagua_buckets[0]._async_op.call_count > 0, "nothing ran in the background"
     return state
@@ -81,7 +81,7 @@ def wrap_in_group(kind):
     bagua_syncbn.with_bagua(model, [make_optimizer(model)], "gradient_allreduce", process_group=group)
     assert model[1].process_group is group
     assert model[4].process_group is dist.group.WORLD
-    # Communicators exist before the first gradient, and buffers are broadcast among the same ranks.
+    # Communicators are created before the first gradient, and buffers are broadcast among the same ranks.
     assert {tuple(pair), (0, 1, 2, 3)} <= bagua._communicators.keys()
     assert communicator_of(model[1].process_group).group.ranks == pair
     assert model[1].running_mean.tolist() == [pair[0]] * 6

@@ -1,4 +1,4 @@
-"""An engine with its own groups, like Bagua: its groups, torch's groups and descriptions."""
+"""An engine with custom groups, like Bagua, accepts its groups, torch's groups and descriptions."""
 
 import copy
 import pickle
@@ -25,7 +25,7 @@ class Group:
 
 @contextmanager
 def running():
-    """Context in which an engine with a single group object for all ranks runs the job over gloo; yields the group."""
+    """Context manager in which an engine with a single group object runs the job over gloo; yields the group."""
     whole, known, others = Group(*range(dist.get_world_size())), {}, engines[:]
 
     def given(group):

@@ -1,4 +1,4 @@
-"""Nothing keeps a destroyed process group alive, and no thread of a live group aborts a process at its end."""
+"""Destroyed process groups are freed, and threads of live groups do not abort the process at exit."""
 
 import gc
 import os
@@ -17,7 +17,7 @@ from bagua_syncbn.communicators import TorchCommunicator
 from tests.faults.programs import message_of
 from tests.helpers.own_groups import communicator_of
 
-# A process_group argument, and its group.
+# A process_group argument, and the corresponding group.
 KINDS = {
     "default": lambda: (None, dist.group.WORLD),
     "explicit": lambda: (group := dist.new_group(), group),
@@ -27,7 +27,7 @@ KINDS = {
 }
 
 
-@pytest.mark.ranks(2, new_job=True)  # earlier tests may hold the group of their job
+@pytest.mark.ranks(2, new_job=True)  # earlier tests may keep their job's group alive
 @pytest.mark.parametrize(
     ("kind", "compiles"), [*((kind, False) for kind in KINDS), ("default", True), ("explicit", True)]
 )
@@ -54,7 +54,7 @@ def test_outputs_layers_graphs_and_compiled_models_keep_no_group_alive(kind, com
 
 
 def use_groups(times, fails, kept):
-    """Makes, uses and destroys groups."""
+    """Creates, uses and destroys groups."""
     for _ in range(times):
         group = dist.new_group()
         eps = 1e-3 if fails and dist.get_rank() else 1e-5
@@ -100,7 +100,7 @@ def test_gloo_threads_never_hold_the_last_reference_to_a_message():
     assert [one() is not None for one in sent] == [True] * 4
     for _ in range(5):
         send(communicator.all_gather)
-    kept = [False] * 3 + [True]  # the last completed ones, and the one that has not completed
+    kept = [False] * 3 + [True]  # the last completed collectives, and the unfinished one
     deadline = time.monotonic() + 60
     while (alive := [one() is not None for one in sent]) != kept and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -109,7 +109,7 @@ def test_gloo_threads_never_hold_the_last_reference_to_a_message():
 
 @pytest.mark.ranks(2, new_job=True)
 def test_the_last_messages_of_a_job_end_with_it():
-    """Otherwise sockets and threads of the group would stay."""
+    """Otherwise, the group's sockets and threads would leak."""
     sent = send(TorchCommunicator(communicator_of(None).group).all_gather)
     dist.destroy_process_group()
     assert sent() is None

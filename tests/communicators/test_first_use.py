@@ -18,7 +18,7 @@ from tests.exchange.places import needs_shared_memory
 from tests.faults.test_watch import logged
 from tests.helpers.own_groups import WaitingRoom, forget_groups, join, mean_over
 
-SECONDS = 5.0  # timeout of a job in which a rank waits in vain
+SECONDS = 5.0  # timeout of a job with a rank that never arrives
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def store(request, tmp_path):
 
 @pytest.fixture
 def new_jobs(pool):
-    """The pool, for functions that start a job."""
+    """The pool; the functions start their own jobs."""
     pool.forget_job()
     yield pool
     pool.forget_job()
@@ -48,7 +48,8 @@ KINDS = {
 
 
 def first_uses(store, room, *kinds):
-    """Each rank's layer has a different kind of group; None for a rank that stays away. Then all create a new group."""
+    """Each rank's layer has a different kind of group; None for a rank that stays away. Then all ranks create a new
+    group."""
     rank, room = dist.get_rank(), WaitingRoom(room)
     join(store, 2, rank, SECONDS)
     pair = dist.new_group([0, 1])  # with torch's timeout, 30 minutes
@@ -138,7 +139,7 @@ def interrupted_first_use(store, number):
         mean_over(None)
     assert time.monotonic() - begin < 60
     dist.barrier()
-    assert mean_over(None) == 0.5  # the next attempt works
+    assert mean_over(None) == 0.5  # the next attempt succeeds
     dist.barrier()
 
 

@@ -1,4 +1,4 @@
-"""Process group arguments: their ranks, when groups are made, errors, and communicators of unusual backends."""
+"""Process group arguments: their ranks, creation of groups, errors, and communicators of unusual backends."""
 
 import copy
 import gc
@@ -86,7 +86,7 @@ def test_each_given_group_has_its_own_layers_group():
 
 @pytest.mark.ranks(3)
 def test_only_members_make_a_layers_group():
-    """Rank 0 is in more groups than rank 1, and members make the layers' groups in any order."""
+    """Rank 0 is in more groups than rank 1, and members create the layers' groups in any order."""
     first, second = dist.new_group([0, 1]), dist.new_group([0, 2])
     own = {0: [(second, 1.0), (first, 0.5)], 1: [(first, 0.5)], 2: [(second, 1.0)]}[dist.get_rank()]
     assert [mean_over(group) for group, _ in own] == [mean for _, mean in own]
@@ -168,7 +168,7 @@ def test_a_group_of_one_works_after_its_end():
     dist.destroy_process_group(own)
     del own
     gc.collect()
-    layer(torch.full((2, 1, 3), float(dist.get_rank())))  # another number of dimensions, so the call is checked again
+    layer(torch.full((2, 1, 3), float(dist.get_rank())))  # a new number of dimensions, so the call is checked again
     assert layer.running_mean.item() == dist.get_rank()
 
 
@@ -231,7 +231,7 @@ def test_groups_that_do_not_fit_the_job_raise(process_group, message):
     check_refused(process_group, ValueError, "process_group: .*" + message.format(rank))
 
 
-# Without a job, and from job to job
+# Without a job, and across jobs
 
 
 @pytest.mark.parametrize("process_group", [2, "node", [[0, 1]]], ids=str)
@@ -374,4 +374,4 @@ def test_device_collectives_use_the_current_stream_without_host_waits(synchroniz
     assert communicator.all_gather(packed).shape == (2, 5)
     assert communicator.all_reduce(packed) is packed
     assert [options.asyncOp for options in group.options] == [False, False]
-    assert waits == ([] if synchronizes_in_place else [(), ()])  # with a time limit the host would wait
+    assert waits == ([] if synchronizes_in_place else [(), ()])  # with a timeout, the host would wait

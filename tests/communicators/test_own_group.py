@@ -12,7 +12,7 @@ CHANNELS, SAMPLES = 16, 5
 
 
 class Skipping(nn.Module):
-    """A norm between a block that some ranks skip and another layer. The block's gradients are in the first bucket.
+    """A norm between a block that some ranks skip and a final layer. The block's gradients are in the first bucket.
 
     A rank that skips the block sends this bucket before the norm's sums, and other ranks send it after them.
     """
@@ -23,7 +23,7 @@ class Skipping(nn.Module):
         self.norm = nn.BatchNorm1d(CHANNELS)
         self.last = nn.Linear(CHANNELS, CHANNELS)
         self.wide = nn.ParameterList([torch.randn(2, width)])
-        self.block = nn.ParameterList([torch.randn(2, CHANNELS)])  # its gradients are sent first
+        self.block = nn.ParameterList([torch.randn(2, CHANNELS)])  # the block's gradients are sent first
 
     def before_norm(self, input, skips):
         hidden = _scaled(self.first(input), self.wide)

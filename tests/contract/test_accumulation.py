@@ -95,7 +95,7 @@ def test_uneven_and_empty_micro_batches_update_buffers_once_without_more_message
     check_buffers(model.module, alone, everything)
 
 
-@pytest.mark.ranks(2, new_job=True)  # layers that were compiled in a job say less since
+@pytest.mark.ranks(2, new_job=True)  # layers that were compiled in this job have shorter error messages
 @pytest.mark.parametrize("calls", [0, 3])
 def test_accumulating_on_one_rank_raises_on_all(calls):
     layer = SyncBatchNorm(3)
@@ -163,7 +163,7 @@ def test_errors_evaluation_and_nonfinite_batches_leave_the_buffers_unchanged():
         model(batch[:0])
         model.eval()(batch)
     steps.assert_same_bits([model.state_dict(), skipping.state_dict()], before)
-    skipping(batch)  # and afterwards each batch counts
+    skipping(batch)  # after the context, each batch counts
     assert skipping.num_batches_tracked == 1
 
 
@@ -195,7 +195,7 @@ def test_calls_that_cannot_accumulate_raise(monkeypatch):
 @pytest.mark.parametrize("is_sum", [False, True])
 @pytest.mark.parametrize("differ", [False, True])
 def test_a_step_in_which_headers_differ_updates_no_buffer(is_sum, differ):
-    """On CPU the op of the call raises too; on CUDA a later call does."""
+    """On CPU, the call's op also raises; on CUDA, a later call does."""
     layer = SyncBatchNorm(1)
     with accumulate_statistics(layer):
         for call in range(3):

@@ -29,7 +29,7 @@ SHAPES = [
     ((2, 3, 4, 2), "contiguous"),
     ((2, 3, 4, 2), "channels_last_3d"),
 ]
-# Of input and parameters; None: the same.
+# Dtypes of input and parameters; None for the same dtype.
 DTYPE_PAIRS = [*((dtype, None) for dtype in DTYPES), *((dtype, torch.float32) for dtype in DTYPES[2:])]
 MIXED = [(torch.float32, torch.float16), (torch.float32, torch.bfloat16), (torch.float64, torch.float32)]
 
@@ -76,7 +76,7 @@ def test_ranks_with_masks_equal_one_process(pool, splits, zero_masked):
     check(pool, *(Case(splits, (3, 9), masks=masks, order=2, **given) for masks in ("random", "lengths")))
 
 
-LAYOUTS = {3: "channels_last", 4: "channels_last_3d"}  # by number of dimensions without samples
+LAYOUTS = {3: "channels_last", 4: "channels_last_3d"}  # by number of dimensions besides the samples
 
 
 def draw_case(ranks, seed):
@@ -88,7 +88,7 @@ def draw_case(ranks, seed):
 
     way = some("function", "super", "own F.batch_norm", "accumulated", "recomputed", often="forward")
     checkpoint = some(*CHECKPOINTED, often="", unless=way in ("accumulated", "recomputed"))
-    if way == "own F.batch_norm" and "selective" in checkpoint:  # torch refuses in-place operations, as on counters
+    if way == "own F.batch_norm" and "selective" in checkpoint:  # torch rejects in-place operations, e.g. on counters
         checkpoint = ""
     takes_input_alone = checkpoint == "fairscale"
     shape = tuple(draw.randint(1, 7) for _ in range(3 if way in CLASSES else draw.randint(1, 4)))

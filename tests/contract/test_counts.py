@@ -19,16 +19,16 @@ from tests.helpers.dispatched import count_step
 from tests.helpers.observed import MESSAGE
 
 CHANNELS = 6
-SHAPE = (4, CHANNELS, 32, 32)  # larger than all tensors that do not have the size of the input
+SHAPE = (4, CHANNELS, 32, 32)  # larger than all tensors except those of the input's size
 
 PACKED = 4 * (2 * CHANNELS + 2 + 3)  # mean, variance, a count in two words, a header of three words
 SUMS = 4 * (2 * CHANNELS + 6)
 
 
 class Pass(NamedTuple):
-    """Upper bounds of a forward or a backward pass on each rank. No pass reads a value on the host."""
+    """Upper bounds of a forward or a backward pass on each rank. No pass reads device values on the host."""
 
-    ops: int  # dispatched; a kernel is one
+    ops: int  # dispatched ops; a native kernel counts as one
     payload: int  # bytes of its collective; 0 for none
     large: int  # allocations of at least the size of the input
 
@@ -36,7 +36,7 @@ class Pass(NamedTuple):
 class Costs(NamedTuple):
     forward: Pass
     backward: Pass
-    peak: int = 2  # in sizes of the input: output and input gradient
+    peak: int = 2  # in units of the input's size: output and input gradient
     dtype: torch.dtype = torch.float32
     memory_format: torch.memory_format = torch.contiguous_format
     options: dict = {}  # noqa: RUF012 - of the layer
@@ -59,7 +59,7 @@ COSTS = {
     "bfloat16": Costs(FORWARD, BACKWARD, dtype=torch.bfloat16),
     "momentum=None": Costs(FORWARD, BACKWARD, options={"momentum": None}),
     "first layer": Costs(FORWARD, Pass(1, 0, 0), peak=1, input_grad=False),
-    # Made contiguous once, for the two kernels that read it.
+    # Made contiguous once for the two kernels that read it.
     "expanded gradient": Costs(FORWARD, BACKWARD._replace(ops=BACKWARD.ops + 2, large=2), peak=3, expanded_grad=True),
     "large: float32": Costs(LARGE, LARGE_BACKWARD),
     "large: first layer": Costs(LARGE, Pass(1, 0, 0), peak=1, input_grad=False),
@@ -108,7 +108,8 @@ def without_a_layer(layer, x):
     return bagua_syncbn.sync_batch_norm(x, *buffers, layer.weight, layer.bias)
 
 
-# Calls, and the most functions of this package that each runs, forward and backward, without comprehensions.
+# Calls, and the maximum numbers of this package's functions that they run in forward and backward, without
+# comprehensions.
 CALLS = {
     "a first call": (lambda layer, x: layer(x), 112, 20),  # creates the group if no test did before
     "a later call": (lambda layer, x: layer(x), 20, 10),

@@ -25,7 +25,7 @@ from tests.helpers.user_layers import BatchNormAct, Doubled
 
 @pytest.mark.parametrize("split", [(5,), pytest.param((1, 4, 0), marks=pytest.mark.ranks(3))], ids=str)
 def test_only_frozen_layers_stop_synchronizing(split):
-    """Trains before, during and after freezing the first layer, and compares with one process."""
+    """Trains before, while and after the first layer is frozen, and compares with one process."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.BatchNorm1d(3), nn.Conv1d(3, 3, 1), nn.BatchNorm1d(3)).double()
     nn.init.uniform_(plain[0].weight)
@@ -38,7 +38,7 @@ def test_only_frozen_layers_stop_synchronizing(split):
         for seed in range(3):
             with collectives() as seen:
                 check_ranks(model, plain, *draw(2, sum(split), 3, 4, seed=seed), split)
-        messages.append(seen[MESSAGE])  # no call of the last step is probed
+        messages.append(seen[MESSAGE])  # no call in the last step sends a probe
     assert messages == ([4, 2, 4] if len(split) > 1 else [0, 0, 0])
 
 
@@ -114,7 +114,7 @@ def test_unfreezing_restores_the_model():
 def test_an_unfrozen_layer_gets_the_mode_of_its_parent():
     model = nn.Sequential(SyncBatchNorm2d(3), nn.Sequential(SyncBatchNorm2d(3)))
     freeze_statistics(model)
-    for module in model.modules():  # as trainers restore modes after validation
+    for module in model.modules():  # like trainers that restore modes after validation
         module.training = bool(module.training)
     model[1].eval()
     unfreeze_statistics(model)

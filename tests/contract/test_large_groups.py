@@ -19,7 +19,7 @@ def row(mean, var, count):
 
 
 def sums_of(row):
-    """Returns the sums that a rank sends instead of ``row``, by definition."""
+    """Computes the sums that a rank sends instead of ``row`` by their definition."""
     mean, var, (low, high) = row.double().split(2)
     count = low + high * 2**24
     return torch.cat([count * mean, count * (var + mean.square()), count.view(1), torch.tensor(ops.header_sums_of(7))])
@@ -67,11 +67,11 @@ def test_from_32_ranks_on_messages_do_not_grow():
     gathered, summed = ("gather", 4 * (2 * 3 + 5)), ("sum", 8 * (2 * 3 + 7))
     assert forward_message(31) == gathered
     assert forward_message(32) == forward_message(64) == forward_message(32, torch.bfloat16) == summed
-    assert forward_message(32, torch.float64) == ("gather", 8 * (2 * 3 + 5))  # has no wider dtype
+    assert forward_message(32, torch.float64) == ("gather", 8 * (2 * 3 + 5))  # there is no wider dtype
     assert forward_message(32, adds_float64=False) == gathered
 
 
-# Cases, and a further tolerance: a mean of 1e4 deviations is rounded, by an error that each value shows.
+# Cases, and an extra tolerance: rounding a mean of 1e4 deviations adds an error to each value.
 CASES = {
     "float16": ({"dtype": torch.float16, "mean": 5.0, "masks": "random", "zero_masked": True}, 0),
     "bfloat16": ({"dtype": torch.bfloat16, "parameter_dtype": torch.float32}, 0),

@@ -21,7 +21,7 @@ from tests.helpers.observed import collectives
 from tests.helpers.steps import draw
 from tests.helpers.tolerances import assert_close
 
-BOXES = 5  # per image, at most
+BOXES = 5  # maximum per image
 
 
 def detector():
@@ -76,7 +76,7 @@ def global_loss(loss, engine):
 
 @pytest.mark.parametrize("engine", ["DistributedDataParallel", "fully_shard", "with_bagua", "none"])
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("images", [  # in each micro-batch of each rank
+@pytest.mark.parametrize("images", [  # per micro-batch and rank
     pytest.param(images, marks=pytest.mark.ranks(len(images)))
     for images in ([(3, 2)], [(2,), (0,), (3,)], [(1, 2), (0, 0), (3, 4)])
 ], ids=str)  # fmt: skip
@@ -169,7 +169,7 @@ def mean_in_group(layer, values, mask=None, **options):
     return mean_over_ranks(values, mask, layer.process_group, **options)
 
 
-# The call of the last rank in place of the loss, and the description of the call in the error.
+# Call of the last rank instead of the loss, and its description in the error.
 DIVERGENCES = {
     "no call": (lambda layer, values: values.mean().backward(), "backward of SyncBatchNorm1d"),
     "a layer": (lambda layer, values: layer(values), "forward of SyncBatchNorm1d"),
@@ -210,7 +210,7 @@ class OnDevice(RankExchange):
         try:
             return super().total(values)
         except RuntimeError:
-            self._history.add(self._signature)  # on a device the message was sent
+            self._history.add(self._signature)  # on a device, the message has already been sent
             return torch.full_like(values, torch.nan)
 
 

@@ -76,9 +76,9 @@ def test_masked_gives_each_layer_of_a_model_its_mask(reentrant):
         return nn.Sequential(*expected.children())[3:](hidden)
 
     copies = [model]
-    results = steps.step(model, input, call=in_context)  # a repetition takes the masks of the first run
+    results = steps.step(model, input, call=in_context)  # a repetition uses the masks of the first run
     torch.testing.assert_close(results, steps.step(expected, input, call=by_hand))
-    for each in copies:  # the masks fit no other size
+    for each in copies:  # the masks do not fit other sizes
         each(torch.randn(3, 3, 7, dtype=torch.float64))
     with (
         pytest.raises(RuntimeError, match=r"'2': mask: .* does not fit a layer with input of \[4, 4, 5\]; give a rule"),
@@ -109,7 +109,7 @@ def test_compiled_models_accept_masks_of_changing_sizes(ways):
     for number, way in enumerate(ways, 2):
         input, _ = draw((2 * number, 3, 4 * number), number)
         mask = torch.rand(2 * number, 1, 4 * number) < 0.5 if way != "none" else None
-        # The rule would take the mask away, and is not asked where the mask fits.
+        # The rule would remove the mask, and is not called where the mask fits.
         rule = (lambda mask, shape: None) if way == "rule" else None
         with masked(layer, mask, rule=rule) if way in ("masked", "rule") else nullcontext():
             output = compiled(input, mask=mask if way == "argument" else None)
@@ -119,7 +119,7 @@ def test_compiled_models_accept_masks_of_changing_sizes(ways):
 def test_compiled_backward_accepts_gradients_in_any_layout():
     """Dynamo reads N from a stride of the gradient, without checking that the gradient has this stride."""
 
-    def normalized(x, mask):  # symbols depend on these names
+    def normalized(x, mask):  # torch.compile names symbols after these
         return sync_batch_norm(x, None, None, mask=mask)
 
     compiled = torch.compile(normalized, backend="eager", fullgraph=True)

@@ -1,4 +1,4 @@
-"""Batch noise: the prediction holds for random batches, ranks equal one process, and the model is unchanged."""
+"""Batch noise: predictions hold for random batches, ranks equal one process, and the model is unchanged."""
 
 import copy
 import random
@@ -45,7 +45,7 @@ def test_the_prediction_holds_for_random_batches(rho):
 
 @pytest.mark.parametrize("positions", [1, POSITIONS])
 def test_equal_samples_have_no_noise(positions):
-    for seed in range(8):  # differences of equal values round up or down
+    for seed in range(8):  # the difference of equal values rounds up or down
         x = correlated(4, 0.1, seed)[:, :, :positions] + 1000
         noise = measure_batch_noise(layer(), [x[:1].expand(5, -1, -1)] * 4)
         (found,) = noise.layers
@@ -107,7 +107,7 @@ def test_repeated_calls_have_separate_rows_and_dead_channels_have_no_noise():
     x[:, 2] = 5
     noise = measure_batch_noise(own, x.split(6), forward=lambda batch: own(own(batch)))
     first, second = noise.layers
-    assert noise.samples == 6  # the last batch has 2
+    assert noise.samples == 6  # the last batch has 2 samples
     assert (first.name, second.name) == ("0", "0, call 2")
     assert 0 < first.of_one_sample < 1
     assert first.of_one_sample == pytest.approx(second.of_one_sample, rel=1e-3)

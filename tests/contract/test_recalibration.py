@@ -1,4 +1,4 @@
-"""recalibrate_statistics sets running statistics from the batches of all ranks, and changes nothing else."""
+"""recalibrate_statistics sets running statistics from all ranks' batches, and changes no other state."""
 
 import copy
 import random
@@ -42,7 +42,7 @@ def draw(sizes):
 
 
 def expected_statistics(model, batches):
-    """Returns mean and variance of the inputs of each layer if torch's layers normalize each batch by itself."""
+    """Returns the mean and variance of each layer's inputs, where torch's layers normalize each batch separately."""
     model, seen = copy.deepcopy(model), {}
     model.twice[2].eval()
     for name, part in model.named_modules():
@@ -60,7 +60,7 @@ def check(model, expected):
         torch.testing.assert_close((layer.running_mean, layer.running_var), (mean, var), rtol=1e-9, atol=1e-9)
 
 
-# The sizes of the batches of each rank.
+# Batch sizes of each rank.
 SPREADS = {1: [(4, 2, 3)], 3: [(), (4, 2, 3), (0,)], 4: [(3, 1), (), (2,), (5, 2, 1)]}
 
 
@@ -77,7 +77,7 @@ def test_ranks_equal_one_process_over_all_batches(spread, kind):
         fuse_activations(model)
     wrapped = DistributedDataParallel(model) if kind == "wrapped" else model
     with torch.no_grad():
-        model(torch.randn(4, 3, 6, 6, dtype=torch.float64))  # after a call that is cached
+        model(torch.randn(4, 3, 6, 6, dtype=torch.float64))  # after a cached call
     recalibrate_statistics(wrapped, iter(batches[begin : begin + len(spread[dist.get_rank()])]))
     assert getattr(wrapped, "broadcast_buffers", True)
     check(model, expected_statistics(plain, [batch for batch in batches if len(batch)]))

@@ -49,7 +49,7 @@ def test_fewer_than_two_values_in_the_group_leave_the_buffers_unchanged(groups, 
 def test_counts_may_exceed_the_range_of_half_precision(dtype):
     layer = SyncBatchNorm2d(2, dtype=dtype)
     output = layer(draw(1, 2, 256, 256, seed=dist.get_rank(), dtype=dtype))
-    # 131072 values per channel: inf as a float16.
+    # 131072 values per channel overflow to inf in float16.
     assert abs(output.std() - 1) < 1e-2
     assert layer.running_var.tolist() == pytest.approx([1, 1], abs=1e-2)
 

@@ -54,7 +54,7 @@ def cross_entropy(model, batch, reduction="mean"):
 
 
 def global_cross_entropy(model, batch):
-    """The mean over the 6 samples of all ranks, for gradients that are averaged over ranks."""
+    """The mean over all ranks' 6 samples, for gradients that are averaged over ranks."""
     return cross_entropy(model, batch, "sum") / 6 * (dist.get_world_size() if len(batch["x"]) < 6 else 1)
 
 
@@ -118,14 +118,14 @@ class HandWritten(Centered):
 
 
 class Noisy(nn.Sequential):
-    """Draws from all random generators."""
+    """Draws from every random number generator."""
 
     def forward(self, x):
         return super().forward(F.dropout(x * random.random() * numpy.random.rand()))
 
 
 def with_different(name, module):
-    """Changes the tensor ``name`` by the rank."""
+    """Adds the rank to the tensor ``name``."""
     with torch.no_grad():
         module.state_dict()[name].add_(dist.get_rank())
     return module

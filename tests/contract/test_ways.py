@@ -31,7 +31,7 @@ def cases(way, splits, evaluates=True, checkpoint=""):
     takes_input_alone = way == "replicas" or checkpoint == "fairscale"
     for name, options in OPTIONS.items():
         if not ("masks" in options and takes_input_alone):
-            # A step more where the last one in training is spoiled.
+            # An additional step if the last training step has an infinite value.
             steps = 2 + evaluates + (name == "skip_nonfinite")
             residual = "activation" in name and way not in CLASSES and checkpoint != "fairscale"
             given = {"way": way, "evaluates": evaluates, "steps": steps, "residual": residual, "checkpoint": checkpoint}
@@ -81,7 +81,7 @@ def test_replicas_accept_all_dtypes_layouts_frozen_tensors_and_derivatives(singl
         None,
         *(replicas(shape[1:], *pair, layout=layout) for shape, layout in SHAPES_IN_LAYOUTS for pair in pairs),
         *(replicas((3, 4), torch.float64, frozen=names) for names in frozen),
-        Case((2,), (3,), torch.float64, way="replicas"),  # one value in each
+        Case((2,), (3,), torch.float64, way="replicas"),  # one value per channel
         *(replicas((3, 4), torch.float64, options=given, residual="activation" in given, order=3) for given in options),
     )
 

@@ -130,7 +130,7 @@ def wrapped():
     return layer
 
 
-# The last layer of a model is refused: by what, how it is made, the error.
+# Refused last layers of a model: the refusing function, the layer and the error.
 REFUSED = [
     (partial(convert_sync_batchnorm, process_group=1), partial(FixedGroup, 2), AttributeError, "process_group"),
     (convert_sync_batchnorm, scripted, TypeError, "RecursiveScriptModule '1'; convert, then script"),
@@ -166,7 +166,7 @@ def test_a_refused_conversion_leaves_the_model_unchanged(change, make, error, me
 def test_conversion_recompiles_a_compiled_model(in_place):
     torch.compiler.reset()
     model = compiled = nn.Sequential(nn.BatchNorm1d(1, momentum=1.0))
-    # Without guards torch goes on with what it has compiled.
+    # Without guards, torch keeps using the compiled code.
     options = {"backend": "eager", "options": {"guard_filter_fn": lambda guards: [False] * len(guards)}}
     if in_place:
         model.compile(**options)
@@ -182,7 +182,7 @@ def test_conversion_recompiles_a_compiled_model(in_place):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_scripting_a_converted_model_raises():
-    """torch would replace the synchronized layer in the given model."""
+    """Otherwise, torch would replace the synchronized layer in the given model."""
     model = convert_sync_batchnorm(nn.Sequential(nn.Conv2d(2, 3, 1), nn.Sequential(BatchNormReLU(3))))
     layer = model[1][0]
     message = f"cannot script {type(layer).__name__}; script bagua_syncbn.revert_sync_batchnorm(copy.deepcopy(model))"
@@ -254,7 +254,7 @@ def test_revert_restores_the_group_of_torchs_layers():
 
 
 class OwnState(nn.BatchNorm2d):
-    """A class with its own ``__getstate__``."""
+    """A class with a custom ``__getstate__``."""
 
     def __getstate__(self):
         return {**vars(self), "seen": True}

@@ -27,7 +27,7 @@ from tests.helpers.steps import check_ranks, draw, step
 
 
 class Residual(nn.Module):
-    """Two layers that share an activation in a container, which is also used after the sum."""
+    """Two layers in a container share an activation, which also runs after the sum."""
 
     def __init__(self):
         super().__init__()
@@ -188,7 +188,7 @@ def test_the_report_explains_unfused_pairs(reason):
 def test_fusing_keeps_masked_positions(cls, zero_masked):
     model, batch = pair(cls()), BATCH.masked_fill(~MASK, nan if zero_masked else 1)
     fused, results = copy.deepcopy(model), []
-    if cls is not nn.Sigmoid:  # which is not 0 at 0
+    if cls is not nn.Sigmoid:  # sigmoid(0) is not 0
         fuse_activations(fused)
     for each in (model, fused):
         with masked(each, MASK, zero_masked=zero_masked):

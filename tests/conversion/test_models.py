@@ -20,7 +20,7 @@ from tests.helpers.steps import check_ranks
 from tests.helpers.training import through_file
 from tests.helpers.user_layers import BatchNormAct, BatchNormReLU
 
-SIZES = (1, 3)  # of the ranks' batches
+SIZES = (1, 3)  # the ranks' batch sizes
 BatchNorm = type(revert_sync_batchnorm(SyncBatchNorm(1)))  # for any number of dimensions
 
 
@@ -77,7 +77,7 @@ class OfTorchsSync(nn.SyncBatchNorm):
 
 
 class OfType(nn.BatchNorm2d):
-    """Calls torch's forward by ``super(type(self), self)``, as SparK does."""
+    """Calls torch's forward through ``super(type(self), self)``, like SparK."""
 
     def forward(self, input):
         return super(type(self), self).forward(input * 2)
@@ -89,18 +89,18 @@ class OfTypeSync(nn.SyncBatchNorm):
 
 
 class OfPackage(nn.SyncBatchNorm):
-    """A subclass without its own forward."""
+    """A subclass without a custom forward."""
 
 
 class Frozen(nn.BatchNorm2d):
-    """Uses its running statistics in training."""
+    """Normalizes with running statistics in training."""
 
     def forward(self, input):
         return F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
 
 
-# Layers of sparse tensors as the sources of torchsparse and spconv have them. A sparse tensor is the
-# features of points, (points, C), beside where these are.
+# Sparse-tensor layers, written like those of torchsparse and spconv. A sparse tensor consists of features of points,
+# (points, C), and their coordinates.
 
 
 class TorchSparse(nn.BatchNorm1d):
@@ -129,7 +129,7 @@ class Sparse(nn.Sequential):
 
 
 def layers(cls, container=nn.Sequential, **options):
-    """Returns a layer followed by one with momentum=None."""
+    """Returns two layers; the second has momentum=None."""
     model = container(cls(3, **options), cls(3, **options))
     for part in model[1].modules():
         part.momentum = None
@@ -157,7 +157,7 @@ def of_torchvision(name):
 OF_PACKAGES = [
     partial(of_monai, "UNet", 2, channels=(4, 8), strides=(2,), norm="batch", dropout=0),
     partial(of_transformers, "ResNet", embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1]),
-    # efficientnet_lite0's BatchNormAct2d calls F.batch_norm by itself.
+    # efficientnet_lite0's BatchNormAct2d calls F.batch_norm directly.
     *(partial(of_timm, name) for name in ("resnet10t", "efficientnet_lite0")),
     *(partial(of_torchvision, name) for name in ("resnet18", "mobilenet_v3_small")),
 ]
@@ -166,7 +166,7 @@ OF_TORCH = [BatchNorm, nn.SyncBatchNorm]
 OWN_FORWARDS = [BatchNormReLU, BatchNormAct, ByName, OfAten, WithPart, ActWithPart, TwoBuffers]
 OWN_FORWARDS += [OfTorchsSync, OfType, OfTypeSync, Frozen]
 OF_POINTS = [TorchSparse, SpconvSync]
-# How a model is made, and the shape of a sample.
+# Model constructors, and the shape of a sample.
 MODELS = {
     "BatchNorm1d": (partial(layers, nn.BatchNorm1d), (3,)),
     "BatchNorm3d": (partial(layers, nn.BatchNorm3d), (3, 2, 2, 2)),
@@ -194,7 +194,7 @@ def batch_of(kind):
 
 
 class OneTensor(nn.Module):
-    """Returns the first tensor of a model's output; ``alone`` as in a process without a job."""
+    """Returns the first tensor of a model's output; with ``alone``, as if no job were running."""
 
     def __init__(self, model, alone=False):
         super().__init__()
@@ -255,7 +255,7 @@ def test_conversion_changes_only_classes_and_revert_restores_them(kind):
     assert sum(row.action == "converted" for row in conversion_report(model).layers) == len(norms)
     for part, cls, before in zip(parts, classes, attributes, strict=True):
         assert isinstance(part, cls) or cls in OF_TORCH
-        assert not isinstance(part, nn.SyncBatchNorm)  # which DistributedDataParallel refuses on CPU
+        assert not isinstance(part, nn.SyncBatchNorm)  # DistributedDataParallel rejects nn.SyncBatchNorm on CPU
         for name, value in before.items():
             assert vars(part).get(name) is value
     assert list(model.state_dict()) == list(state)

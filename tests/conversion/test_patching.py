@@ -14,7 +14,7 @@ from bagua_syncbn import SyncBatchNorm, patch_torch_converter, revert_sync_batch
 from tests.helpers.training import check, make_model, make_optimizer, train
 from tests.helpers.user_layers import BatchNormReLU
 
-# Steps of trainers, in their order.
+# Steps of trainers, in order.
 
 
 def of_nnunet(model):
@@ -30,7 +30,7 @@ class TimmsSyncBatchNormAct(nn.SyncBatchNorm):
 
 
 def of_mmengine_and_timm(model):
-    """Their converters build torch's layer or a subclass of it."""
+    """These trainers' converters build torch's layer or a subclass."""
     for name, layer in model.named_children():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):
             cls = TimmsSyncBatchNormAct if isinstance(layer, nn.BatchNorm1d) else nn.modules.batchnorm.SyncBatchNorm

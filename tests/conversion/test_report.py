@@ -54,7 +54,7 @@ def data_parallel():
 
 @contextmanager
 def conversion_warns(match=None):
-    """Context that expects a warning about the caller's line, or none."""
+    """Context manager that expects a warning about the caller's line, or no warning."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
@@ -70,7 +70,7 @@ def test_filter_selects_by_name_and_layer():
     model["d"] = data_parallel()
     convert_sync_batchnorm(model, filter=lambda name, layer: chosen(name, layer) and name[0] != "d")
     assert [type(model[name]).__name__ for name in "bc"] == ["SyncBatchNormReLU", "BatchNorm2d"]
-    assert type(model["again"]) is SyncBatchNorm2d  # one of its names is accepted
+    assert type(model["again"]) is SyncBatchNorm2d  # the filter accepts one of its names
     assert type(model["d"][0]) is nn.BatchNorm1d
     convert_sync_batchnorm(model, 1, filter=lambda name, layer: name == "b")
     assert (model["b"].process_group, model["again"].process_group) == (1, None)
@@ -118,7 +118,7 @@ def test_the_report_covers_wrapped_models():
 
 
 class OfPyG(nn.Module):
-    """Like torch_geometric.nn.BatchNorm, a layer that contains a layer."""
+    """A layer that contains a layer, like torch_geometric.nn.BatchNorm."""
 
     def __init__(self, allow_single_element):
         super().__init__()

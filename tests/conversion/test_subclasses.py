@@ -1,4 +1,4 @@
-"""Layers with their own forward are synchronized, or raise an error."""
+"""Layers with a custom forward are synchronized, or raise an error."""
 
 import copy
 import pickle
@@ -106,7 +106,7 @@ def test_a_converted_part_may_normalize_for_the_layer(run, compiles):
     batch, grad_output = torch.randn(2, 4, 3, 2, 2, dtype=torch.float64)
     whole = ByPart(3, RUNS[run].get("part", nn.BatchNorm2d)).double()
     layer = convert_sync_batchnorm(ByPart(3, **RUNS[run]).double())
-    fullgraph = "checkpoint" not in run  # torch traces no checkpoint in which an attribute changes
+    fullgraph = "checkpoint" not in run  # torch cannot trace a checkpoint in which an attribute changes
     compiled = torch.compile(layer, backend="eager", fullgraph=fullgraph)
 
     def accumulated(input):
@@ -194,7 +194,7 @@ def test_a_registered_converter_is_used_and_undone():
     assert model[0].weight is weight
     assert model[0].process_group == 1
     torch.testing.assert_close(model[0](input), expected)
-    register_converter(Foreign, None)  # a file can be read without
+    register_converter(Foreign, None)  # files can be loaded without the converter
     for net in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model), model):
         assert isinstance(net[0], SyncForeign)
         revert_sync_batchnorm(net)

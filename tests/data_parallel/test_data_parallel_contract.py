@@ -33,7 +33,7 @@ def test_replicas_equal_the_full_batch(place, count, samples):
 
 
 class OnePart(nn.Module):
-    """Detaches the input or output of a layer in a single replica, or disables gradients there."""
+    """Detaches a layer's input or output in a single replica, or disables gradients in it."""
 
     def __init__(self, layer, detached, rank):
         super().__init__()
@@ -100,7 +100,7 @@ def test_forward_frees_the_replicas_and_changes_only_the_users_buffers(place):
     gc.disable()
     try:
         output = wrapped(torch.randn(6, 3))
-        if place != "several GPUs":  # where torch's class runs replicas
+        if place != "several GPUs":  # there, torch's class runs the replicas
             assert [replica() for replica, _ in model.seen] == [None] * 3
         output.sum().backward()
     finally:
@@ -143,7 +143,7 @@ def test_a_weight_that_changes_before_backward_raises():
 
 def test_compiled_modules_run_uncompiled_as_replicas():
     model = nn.Sequential(nn.Sequential(SynchronizedBatchNorm1d(3)))
-    model[0].compile(backend="eager")  # compiled code is bound to this object
+    model[0].compile(backend="eager")  # compiled code refers to this object
     model.compile(backend="eager")
     batch = torch.randn(6, 3)
     assert_close(parallel(model, "cpu", 2)(batch), nn.BatchNorm1d(3)(batch), "output")

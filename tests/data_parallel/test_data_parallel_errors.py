@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("single_threaded")
 
 
 class OwnError(Exception):
-    """Requires a keyword argument, so that only the same object can be raised."""
+    """Requires a keyword argument, so that re-raising works only with the same object."""
 
     def __init__(self, *, detail):
         super().__init__(7)
@@ -47,7 +47,7 @@ def test_a_replica_that_raises_frees_the_others(failing, after):
         assert "SyncBatchNorm1d '" in str(error)
         assert "OwnError: 7" in str(error)
     module.script = lambda module, copy_id, input: module.late(input)
-    assert model(torch.randn(6, 2)).shape == (6, 2)  # nothing is left behind
+    assert model(torch.randn(6, 2)).shape == (6, 2)  # no state remains
 
 
 def test_a_hook_of_the_model_that_raises_frees_the_others():
@@ -77,7 +77,7 @@ def more_calls(more, goes_on, module, copy_id, input):
 def skips(wait, module, copy_id, input):
     if copy_id < 2:
         return module.late(input)
-    time.sleep(wait)  # the other two get there first
+    time.sleep(wait)  # the other two arrive first
     return input
 
 
@@ -166,7 +166,7 @@ def test_replicas_may_run_many_times_until_one_fails():
     for _ in range(20):
         batch = torch.randn(6, 2)
         torch.testing.assert_close(run(batch), nn.BatchNorm1d(2)(batch))
-    for batch in (torch.full((6, 2), torch.nan), torch.randn(6, 2)):  # they do not meet after an error
+    for batch in (torch.full((6, 2), torch.nan), torch.randn(6, 2)):  # replicas do not synchronize after an error
         with pytest.raises(KeyError):
             promptly(run, batch)
     assert [type(error.__cause__) for error in model.module.freed] == [KeyError] * 5

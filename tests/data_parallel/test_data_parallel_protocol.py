@@ -145,7 +145,7 @@ class InAStream(nn.Module):
         self.layer = layer
 
     def forward(self, input):
-        input = input * 1  # a node of the outer stream: torch's scatter of replicas would not wait for the inner one
+        input = input * 1  # a node on the outer stream: torch's scatter of replicas would not wait for the inner stream
         outer, stream = torch.cuda.current_stream(input.device), torch.cuda.Stream(input.device)
         stream.wait_stream(outer)
         with torch.cuda.stream(stream):
@@ -183,7 +183,7 @@ def test_memory_that_another_replica_still_reads_is_not_reused():
         torch.cuda._sleep(50_000_000)
         received = sent.receive()[0].clone()
     del sent
-    torch.zeros(1000, device="cuda")  # would take the same memory
+    torch.zeros(1000, device="cuda")  # would reuse the same memory
     torch.cuda.synchronize()
     assert received.eq(1).all()
 

@@ -1,4 +1,4 @@
-"""A rank of a job over two hosts, as test_hosts.py starts it; prints its results as JSON."""
+"""Runs a rank of test_hosts.py's job over two hosts; prints the results as JSON."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from tests.helpers.cases import Case, compare, run_rank
 
 
 def equal_one_process(process_group, ranks):
-    """Compares the layer on ``ranks``, one of them without samples, with one process. Returns the communicator."""
+    """Compares the layer on ``ranks``, one of which has no samples, with one process. Returns the communicator."""
     case = Case(tuple(0 if rank == 1 else rank + 2 for rank in ranks), (64, 5, 5), torch.float64)
     results = [None] * len(ranks)
     result = run_rank(case, process_group, ranks.index(dist.get_rank()))
@@ -31,5 +31,5 @@ answer = {
     "over hosts": equal_one_process(None, range(size)),
     "on a host": equal_one_process("node", node),
 }
-os.write(1, f"{json.dumps(answer)}\n".encode())  # in one piece: the ranks on a host share a pipe
+os.write(1, f"{json.dumps(answer)}\n".encode())  # a single write, because the ranks on a host share a pipe
 dist.destroy_process_group()

@@ -1,4 +1,4 @@
-// Ranks exchange messages through a segment and check each value. Exits with 0 if all is right.
+// Ranks exchange messages through a segment and check each value. Exits with 0 on success.
 //
 //   stress threads RANKS MESSAGES SEED     ranks are threads, for ThreadSanitizer, with random delays
 //   stress sleepers RANKS MESSAGES SEED    the same without spinning; also checks that sleepers are woken
@@ -154,7 +154,7 @@ std::string error_beside(const Body& body, double seconds = 3) {
 void run_deaths() {
   const auto begin = Clock::now();
   const auto killed = [](Segment&) {
-    if (fork() == 0) sleep(2), _exit(0);  // its own child lives on
+    if (fork() == 0) sleep(2), _exit(0);  // its own child keeps running
     sleep_for(50);
     raise(SIGKILL);
   };

@@ -34,7 +34,7 @@ def test_ranks_that_send_different_messages_raise(places, different, values, tol
     message = message_of(getattr(communicator, name), torch.ones(count))
     assert (told.format(rank) if rank < 3 else "sent different messages") in message
     if places == "aaaa":
-        assert communicator.all_reduce(torch.ones(1)) == 4  # the group goes on
+        assert communicator.all_reduce(torch.ones(1)) == 4  # the group still works
 
 
 @pytest.mark.ranks(2)
@@ -66,7 +66,7 @@ def test_a_forked_child_is_refused_and_leaves_the_group_to_its_parent(places):
 
 def interrupted(places):
     """Rank 1 waits in two threads. Returns its peers' errors; its second thread's, and the seconds from Ctrl-C on."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore SIGINT
     group = dist.new_group()
     communicator, store = over(places, group), backend_and_store(group)[1]
     if dist.get_rank() != 1:
@@ -170,7 +170,7 @@ def rank_that_ends(rank, size, store, ending, answers):
             layer(x)
     except RuntimeError as error:
         answers.put((rank, time.monotonic() - begin, str(error)))
-    time.sleep(4)  # so that peers detect the first end and not this one
+    time.sleep(4)  # so that peers detect the first exit and not this one
     os._exit(0)
 
 

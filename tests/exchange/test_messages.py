@@ -33,7 +33,7 @@ def messages_equal_collectives(places, dtype, values, beginners):
     def copy():  # all_reduce may overwrite it; small messages may be strided
         return packed.clone() if values > 9 else packed.repeat_interleave(2)[::2]
 
-    for _ in range(2):  # a group goes on after a message that was only begun
+    for _ in range(2):  # a group still works after an unfinished message
         if str(dist.get_rank()) in beginners:
             begun = communicator.begin_all_gather(copy()), communicator.begin_all_reduce(copy())
             gathered, total = (one.wait() for one in begun)
@@ -100,7 +100,7 @@ def test_infinities_and_nan_arrive_on_all_hosts():
 
 
 class Full:
-    """A library on a system without free memory."""
+    """The library, as on a system without free memory."""
 
     def __getattr__(self, name):
         def fail(*_):

@@ -1,4 +1,4 @@
-"""The shared memory of a group's ranks, by itself: each value of each message is checked."""
+"""Tests the shared memory without layers: checks each value of each message."""
 
 import shutil
 import subprocess
@@ -32,7 +32,7 @@ def stress(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sanitizer(tmp_path_factory):
-    """The flag of ThreadSanitizer, where it runs."""
+    """The flag for ThreadSanitizer, if it works on this machine."""
     folder = tmp_path_factory.mktemp("sanitizer")
     (folder / "none.cpp").write_text("int main() {}")
     flag = "-fsanitize=thread"

@@ -86,7 +86,7 @@ class Model(nn.Module):
                 normalize = self.calls.get(name, nn.Module.__call__)
                 output: Tensor = normalize(layer, x.requires_grad_(name != self.no_gradient_for))
         except RuntimeError:
-            assert all(map(torch.equal, before, layer.buffers())), "buffers changed in a call that failed"
+            assert all(map(torch.equal, before, layer.buffers())), "buffers changed in a failed call"
             raise
         if name == self.raises_in_backward:
             output.register_hook(_raise_caught)
@@ -123,7 +123,7 @@ def own_model(seconds: float = 300.0) -> Iterator[Any]:
 
 
 def is_odd() -> bool:
-    """Returns True on the last rank, the one that diverges."""
+    """Returns True on the last rank, which diverges."""
     return dist.get_rank() == dist.get_world_size() - 1
 
 
@@ -175,7 +175,7 @@ def set_in(layer: str, **values: Any) -> Change:
     return lambda model: [setattr(getattr(model, layer), name, value) for name, value in values.items()]
 
 
-# Invalid calls, by a part of their error.
+# Invalid calls, keyed by a part of the error.
 
 
 def _function_with_wrong_weight(layer: Any, x: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ def _on_this_rank_only(layer: Any, x: Tensor) -> Tensor:
 
 
 class SyncBatchNorm1d(bagua_syncbn.SyncBatchNorm1d):
-    """A class with a forward that raises."""
+    """A class with a raising forward."""
 
     def forward(self, input: Tensor) -> Tensor:
         raise KeyError("a custom forward")

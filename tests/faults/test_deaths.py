@@ -152,18 +152,18 @@ def test_a_forked_child_raises_and_its_parent_continues(kind):
         gc.collect()  # a child that frees torch's gloo group crashes
         child = os.fork()
         if child == 0:
-            signal.alarm(60)  # ends a waiting child
+            signal.alarm(60)  # terminates a waiting child
             message = message_of(lambda: (new if kind == "first use" else layer)(x))
-            group.leave("in a child")  # as when its group ends
+            group.leave("in a child")  # like at the group's end
             os._exit("cannot synchronize in a forked process, such as a DataLoader worker" not in message)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        time.sleep(0.8 * dist.get_rank())  # one rank waits, and checks for ranks that have left
+        time.sleep(0.8 * dist.get_rank())  # one rank waits, and checks whether ranks have left
         for used in (layer, new):
             used(x)
         assert (layer.num_batches_tracked, new.num_batches_tracked) == (2, 1)
 
 
-# Rank 0 of two ranks; rank 1 is alive, but does not come to the last call.
+# Rank 0 of two ranks; rank 1 is alive, but does not make the last call.
 BEGIN = """
 import signal, sys, torch, bagua_syncbn
 from torch import distributed as dist
@@ -174,7 +174,8 @@ FIRST_CALL = """
 layer = bagua_syncbn.SyncBatchNorm1d(4)
 layer(torch.randn(3, 4))
 """
-# A process that has called a layer ends at once with torch 2.13 even if no collective is kept, so these call none.
+# With torch 2.13, a process that has called a layer exits immediately even if no collective is kept, so these scripts
+# do not call layers.
 COLLECTIVE = """
 communicator = bagua_syncbn.communicators.TorchCommunicator(dist.group.WORLD)
 """

@@ -62,7 +62,7 @@ def call_function_for_a(model):
 
 
 DIVERGENCES = {
-    # The last rank runs a different step than "a b c backward".
+    # The last rank runs a step other than "a b c backward".
     "equal layers reordered": Program("b a c backward", named=(forward("a"), forward("b"))),
     "unequal layers reordered": Program("c b a backward", named=(forward("a"), forward("c"))),
     "a layer skipped": Program("a c backward", named=(forward("b"), forward("c"))),
@@ -366,7 +366,7 @@ def test_an_error_inside_a_step_raises_on_all_ranks(op, told):
         if is_odd():
             patched.setattr(ops, op, fail)
         message = message_of(lambda: model.run(STEP))
-        dist.barrier()  # the end of the group would also notify peers
+        dist.barrier()  # the group's destruction would also notify peers
     assert ("in a step" if is_odd() else told) in message
 
 
@@ -386,7 +386,7 @@ def test_an_error_in_a_second_derivative_raises_on_all_ranks():
 # Names of models and layers.
 
 ONE, TWO = "'0' of Critic (8", "'0' of Critic #2 (8"
-# Two models or layers that the last rank calls in reverse order, and their names in the error.
+# Pairs of models or layers that the last rank calls in reverse order, and their names in the error.
 ALIKE = {
     "models of two classes": (lambda group: (converted(group, Critic), converted(group)), (ONE, "'0' of Judge (8")),
     "models of one class": (lambda group: (converted(group, Critic), converted(group, Critic)), (ONE, TWO)),

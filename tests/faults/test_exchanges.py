@@ -1,4 +1,4 @@
-"""Random calls on ranks in threads: ranks compute the calls that they share, and raise in the first that differs."""
+"""Random calls on ranks in threads: matching calls are computed, and the first mismatch raises on all ranks."""
 
 import random
 import re
@@ -20,7 +20,7 @@ from tests.helpers.threads import run_threads
 
 CHANNELS = {"a": 3, "b": 3, "c": 5}
 OPTIONS = Options()
-ERROR = "error", ""  # caught by the rank
+ERROR = "error", ""  # an error that the rank catches
 
 
 def program(draw):
@@ -59,7 +59,7 @@ def made(calls):
             unfinished[name].append(len(found))
             found.append(("forward", name, len(found)))
         elif kind == "error":
-            if found and found[-1][0] != "error":  # peers do not notice errors before the first message or in a row
+            if found and found[-1][0] != "error":  # peers miss errors before the first message, and repeated errors
                 found.append(("error", "", -1))
         elif unfinished[name]:
             found.append(("backward", name, unfinished[name].pop(0 if kind == "backward of first" else -1)))
@@ -111,7 +111,7 @@ def run(calls, communicator):
             caller.make(number, *call)
         except RuntimeError as error:
             before = len(communicator.sent)
-            with pytest.raises(RuntimeError):  # the group has failed for good
+            with pytest.raises(RuntimeError):  # the group has failed permanently
                 caller.make(number, "forward", "a", number)
             assert len(communicator.sent) == before
             return number, str(error)

@@ -1,4 +1,4 @@
-"""groups_report on a waiting rank, on the rank that it waits for, and after a failure."""
+"""groups_report on a waiting rank, on the awaited rank, and after a failure."""
 
 import sys
 import time

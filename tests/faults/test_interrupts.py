@@ -49,7 +49,7 @@ def interrupted(number, places):
                 if threading.current_thread() is threading.main_thread():
                     raise KeyboardInterrupt
                 signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-                time.sleep(0.1)  # until the main thread has raised it
+                time.sleep(0.1)  # until the main thread has raised the exception
         return trace
 
     sys.settrace(trace)
@@ -115,7 +115,7 @@ def interrupt_everywhere(way, before, places):
                         step()
                 if not is_odd() or way == "collectives":
                     communicator.leave("ended")
-                if way == "shared":  # the end of the group would also notify the other rank
+                if way == "shared":  # the group's destruction would also notify the other rank
                     dist.barrier()
             assert time.monotonic() - begin < 100, f"{place}: the other rank was not told"
             dist.barrier()

@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bagua_syncbn import convert_sync_batchnorm
 
-STEPS = 3  # the second has the value
+STEPS = 3  # the second step has the value
 
 
 def state_after_each_step(value):

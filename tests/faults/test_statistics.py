@@ -1,4 +1,5 @@
-"""Ranks that diverge in merge_statistics or recalibrate_statistics: all are named, and buffers do not change."""
+"""Ranks that diverge in merge_statistics or recalibrate_statistics: the error names all of them, and buffers do not
+change."""
 
 import copy
 

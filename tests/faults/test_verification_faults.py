@@ -1,4 +1,4 @@
-"""An error on one rank inside verify_synchronization is raised on all, and the model is unchanged."""
+"""An error on one rank in verify_synchronization is raised on all ranks, and the model is unchanged."""
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ def fail_in(call):
 
 X = torch.randn(4, 3)
 EVALUATION = nn.Module.eval, X, loss, "rank 1 in .*: ValueError: model: expected training mode, got evaluation mode"
-# Changes of the model, the batch and the loss on the last rank, and the error on all ranks.
+# The last rank's changed model, batch and loss, and the error on all ranks.
 CASES = {
     "one process": (fail_in(2), X, loss, "rank 1 in the step in one process: ArithmeticError: between two"),
     "ranks": (fail_in(3), X, loss, "rank 1 in the step on ranks: ArithmeticError: between two"),

@@ -61,7 +61,7 @@ def test_the_pending_call_on_a_device_is_found_by_its_number():
         for progress, expected in (
             ((sent, sent - 5), f"{forward('b')}, float32, eps=1e-05, momentum=0.1), call 14, which is on the device"),
             ((sent, sent), ""),
-            ((sent + 1, sent), ""),  # includes collectives of other code
+            ((sent + 1, sent), ""),  # includes collectives from other code
         ):
             with patch.object(watch, "nccl_progress", return_value=progress):
                 assert watch.unfinished_call(history, "") == expected

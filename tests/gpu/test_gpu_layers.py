@@ -110,14 +110,14 @@ def test_a_step_has_few_launches_one_collective_each_way_and_no_wait(nccl, shape
     # The communicator launches one kernel. Without a momentum, another kernel adds the batch counter to the message, so
     # that ranks notice different counters.
     for counted, kernels in ((forward, 3 if momentum else 4), (backward, 3)):
-        # A reduction in several parts has a second kernel. For one rank, NCCL copies or does nothing.
+        # A reduction in several parts has a second kernel. With a single rank, NCCL copies or is a no-op.
         assert counted["kernels"] <= kernels + (shape[0] == 4), counted
         assert counted["copies"] <= 2, counted
         assert (counted["fills"], counted["collectives"], counted["waits"]) == (0, 1, 0), counted
 
 
 def test_a_step_on_a_side_stream_waits_for_its_input(nccl):
-    """Input and step are on a side stream, while a long kernel runs on the default stream."""
+    """Input and step run on a side stream while a long kernel runs on the default stream."""
     layer = bagua_syncbn.SyncBatchNorm2d(6, process_group=nccl, device="cuda")
     input, grad_output = torch.randn(2, 8, 6, 100, 100).pin_memory().unbind()
     stream = torch.cuda.Stream()
@@ -243,7 +243,7 @@ def test_a_large_group_over_nccl(two_gpus):
     check_trained(LargeGroups(two_gpus).run(train_on_own_gpu, 2, False, True))
 
 
-WARM_UP = 11  # steps of DistributedDataParallel before a capture, as torch's notes on graphs ask
+WARM_UP = 11  # number of DistributedDataParallel steps before a capture, as torch's CUDA graph notes require
 
 
 def train_in_a_graph(group=None, momentum=0.1, fuses=False):
@@ -292,7 +292,7 @@ def test_ddp_within_a_graph_ends_where_one_process_ends(two_gpus):
 
 
 class Skipping(nn.Sequential):
-    skipped: int | None = None  # layer that forward skips
+    skipped: int | None = None  # name of a layer that forward skips
 
     def forward(self, input):
         for number, layer in enumerate(self):
@@ -318,7 +318,7 @@ def differ_in_ddp(change):
         try:
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(wrapped(batch[rank::2].to(rank)), labels[rank::2].to(rank))
-            loss.item()  # a wait: this rank raises before it sends a message that no rank answers
+            loss.item()  # waits, so that this rank raises before it sends a message that peers do not match
             loss.backward()
             optimizer.step()
         except RuntimeError as error:
@@ -346,7 +346,7 @@ def train_and_count():
     history, number = history_in(communicator), nccl_id(communicator.group)
     sent, deadline = history.calls + history.probes, time.monotonic() + 10
     while nccl_progress(number) != (sent, sent) and time.monotonic() < deadline:
-        time.sleep(0.1)  # torch's watchdog records finished collectives
+        time.sleep(0.1)  # torch's watchdog thread records finished collectives
     return nccl_progress(number), (sent, sent)
 
 

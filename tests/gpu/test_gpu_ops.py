@@ -161,7 +161,7 @@ def test_a_first_call_in_a_capture_is_refused(monkeypatch):
 
 
 def test_graphs_replay_beside_eager_work(reductions):
-    """On the same stream and on a side stream: they never share the memory for parts of a reduction."""
+    """On the same and on a side stream, reductions never share the memory of their parts."""
     reduce, expected = reductions
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -31,7 +31,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)  # arguments of the layer
     way: str = "forward"  # key of WAYS: how the layer is called
     checkpoint: str = ""  # key of CHECKPOINTED; the layer is changed before backward recomputes the call
-    frozen: tuple[str, ...] = ()  # some of "input", "weight", "bias", "statistics"
+    frozen: tuple[str, ...] = ()  # a subset of "input", "weight", "bias", "statistics"
     residual: bool = False
     masks: str = ""  # "random", "padded rank" or "lengths"
     zero_masked: bool = False  # input, residual and output gradient are NaN at masked positions
@@ -216,9 +216,9 @@ def leaves_of(case: Case, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 def derivatives(loss: Tensor, ranks: Sequence[dict[str, Tensor]], first: int, order: int) -> list[dict[str, Tensor]]:
-    """Returns the derivatives of each rank by name, up to ``order``. Each next loss is a random sum of the last ones.
+    """Returns the derivatives of each rank by name, up to ``order``.
 
-    ``first`` is the number of the first rank, which seeds the random numbers.
+    The loss of each order is a random sum of the previous order's derivatives. ``first`` is the number of the first rank, which seeds the random numbers.
     """
     found: list[dict[str, Tensor]] = [{} for _ in ranks]
     wanted = [tensor for tensors in ranks for tensor in tensors.values() if tensor.requires_grad]
@@ -228,7 +228,7 @@ def derivatives(loss: Tensor, ranks: Sequence[dict[str, Tensor]], first: int, or
         else:  # reentrant checkpoints require ``backward``
             loss.backward()
             gradients = iter([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in wanted])
-        loss = torch.zeros((), requires_grad=True)  # also if no gradient depends on a leaf
+        loss = torch.zeros((), requires_grad=True)  # even if no gradient depends on a leaf
         for rank, tensors in enumerate(ranks):
             generator = torch.Generator().manual_seed(100 * derivative + first + rank)
             for name in (name for name, tensor in tensors.items() if tensor.requires_grad):
@@ -329,7 +329,8 @@ def run_reference(case: Case) -> list[dict[str, Any]]:
 
 
 def check(pool: Any, *cases: Case) -> None:
-    """Compares cases with the same number of ranks with one process. ``pool`` None: one rank, in this process."""
+    """Compares cases that have the same number of ranks with one process. If ``pool`` is None, runs a single rank in
+    this process."""
     size = len(cases[0].splits)
     ranks = pool.run(run_ranks, size, cases) if pool else [[run_rank(case, rank=0) for case in cases]]
     for case, *results in zip(cases, *ranks, strict=True):
@@ -337,7 +338,8 @@ def check(pool: Any, *cases: Case) -> None:
 
 
 def compare(case: Case, results: Sequence[dict[str, Any]], also: float = 0.0) -> None:
-    """Compares the results of all ranks with one process. ``also``: further tolerance of outputs and derivatives."""
+    """Compares the results of all ranks with one process. ``also`` is an additional tolerance for outputs and
+    derivatives."""
     expected = run_reference(case)
     is_rounded_twice = case.residual or "activation" in case.options
     roundings = 100 if case.order > 1 else 4 if is_rounded_twice else 1
@@ -356,5 +358,5 @@ def compare(case: Case, results: Sequence[dict[str, Any]], also: float = 0.0) ->
         assert all(torch.equal(own["buffers"][name], value) for own in results), f"{name} differs between ranks"
         if name != "num_batches_tracked":
             assert_close(value, wanted[name], f"{name} of {case}", roundings=1 + case.steps)
-        elif not (case.spoiled and case.way == "own F.batch_norm"):  # its forward counts batches
+        elif not (case.spoiled and case.way == "own F.batch_norm"):  # custom forwards count batches
             assert value == wanted[name], f"{name} of {case}"

@@ -1,4 +1,4 @@
-"""All forms of activation checkpointing, as functions of a function and its input."""
+"""All forms of activation checkpointing, as functions that take a function and its input."""
 
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -56,12 +56,12 @@ class _KeptCheckpoint(torch.autograd.Function):
 
 
 def kept_checkpoint(function, *args):
-    """Recomputes a function in backward, as packages with their own checkpoint do."""
+    """Recomputes a function in backward, like packages with a custom checkpoint."""
     return _KeptCheckpoint.apply(torch.tensor([], requires_grad=True), function, *args)
 
 
 def fairscale_checkpoint_wrapper(module):
-    """As fairscale's: without gradients, layers track no statistics, unless they opt out."""
+    """Like fairscale's checkpoint: in the pass without gradients, layers track no statistics unless they opt out."""
 
     def before(layer, _):
         if not torch.is_grad_enabled():
@@ -103,7 +103,7 @@ CHECKPOINTS = {
 
 @contextmanager
 def changed(layer):
-    """Context with different options, mode, mask, statistics and ranks of ``layer``."""
+    """Context manager that changes options, mode, mask, statistics and ranks of ``layer``."""
     names = ("momentum", "eps", "eps_mode", "fused_activation", "process_group")
     before = {name: getattr(layer, name) for name in names}
     layer.train(not layer.training)
@@ -131,7 +131,7 @@ def _changed_before_backward(checkpoint, layer, call):
     return run
 
 
-# Functions of a layer and a call of it; they return the call within a checkpoint.
+# Functions that take a layer and a call of it, and return the call inside a checkpoint.
 CHECKPOINTED = {
     **{name: partial(_changed_before_backward, checkpoint) for name, checkpoint in CHECKPOINTS.items()},
     "fairscale": lambda layer, call: fairscale_checkpoint_wrapper(nn.Sequential(layer)),

@@ -1,4 +1,4 @@
-"""Counts the collectives of this process, by c10d and through shared memory."""
+"""Counts this process's collectives, through c10d and shared memory."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ EXCHANGE = "_exchange"  # method of the communicator for shared memory
 
 
 class CollectiveCounter:
-    """Counts collectives of all threads while it is installed."""
+    """Counts all threads' collectives while it is installed."""
 
     def __init__(self) -> None:
         self.collectives: Counter[str] = Counter()  # by method
@@ -32,7 +32,7 @@ class CollectiveCounter:
                 result = method(*args, **kwargs)
             finally:
                 self._inside = False
-            if name == "wait":  # a finished wait: layers wait in slices
+            if name == "wait":  # counts only finished waits, because layers wait in slices
                 self.waits += 1
             else:
                 self.collectives[name] += 1
@@ -45,7 +45,7 @@ class CollectiveCounter:
 
     @contextmanager
     def installed(self) -> Iterator["CollectiveCounter"]:
-        # Originals come from vars(): a compiled method from getattr would not bind again.
+        # Takes originals from vars(): a compiled method from getattr would not bind again.
         methods = [name for name in vars(dist.ProcessGroup) if name.lstrip("_").startswith(_COLLECTIVES)]
         places = [*((dist.ProcessGroup, name) for name in methods), (dist.Work, "wait"), (SharedCommunicator, EXCHANGE)]
         originals = [(owner, name, vars(owner)[name]) for owner, name in places]

@@ -14,7 +14,7 @@ from tests.helpers.counted import EXCHANGE, CollectiveCounter
 _PAYLOAD = ("input", "input_tensor", "input_tensors", "inputs", "tensor", "tensors")
 _NO_COLLECTIVES = ("wait_tensor", "monitored_barrier_")
 
-# Ops that block the host until a value, or a shape that depends on values, is known.
+# Ops that block the host until a value, or a data-dependent shape, is available.
 _READS = (
     "_local_scalar_dense", "equal", "is_nonzero", "item", "masked_select", "nonzero", "unique", "_unique2", "_to_cpu"
 )  # fmt: skip
@@ -43,7 +43,8 @@ def count_step(layer: nn.Module, x: Tensor, grad_output: Tensor) -> tuple[Counts
 
 
 class DispatchCounter(TorchDispatchMode):
-    """Records dispatched ops, including autograd's. A kernel is a single op, with the memory of its results."""
+    """Records dispatched ops, including autograd's. A native kernel counts as a single op with the memory of its
+    results."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ from bagua_syncbn.ops.definition import SCHEMAS
 ROOT = Path(__file__).parents[2]
 CSRC, EMULATOR = ROOT / "csrc", ROOT / "tests" / "ops" / "emulator"
 FLAGS = ("-std=c++17", "-Og", "-fPIC", "-fno-strict-aliasing", "-w", "-DBAGUA_SYNCBN_EMULATOR")
-# Undefined behavior that a kernel can cause. Checking all kinds takes 1.5 times as long to compile.
+# The kinds of undefined behavior that a kernel can cause. Checks for all kinds would take 1.5 times as long to compile.
 UNDEFINED = "alignment,bounds,integer-divide-by-zero,shift,signed-integer-overflow"
 ALIGNED = ("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error")  # a GPU also traps on misaligned vectors
 SANITIZED = ("-g1", f"-fsanitize=address,{UNDEFINED}", "-fno-sanitize-recover=all")

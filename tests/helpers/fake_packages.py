@@ -1,6 +1,6 @@
 """Stand-ins for packages in code blocks of the documentation, whether the packages are installed or not.
 
-They have the same names, base classes and attributes as the packages' sources.
+They have the same names, base classes and attributes as in the packages' sources.
 """
 
 import sys
@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class _OwnForward:
-    """Computes by hand, like these packages on several ranks."""
+    """Computes the formula by hand, like these packages on several ranks."""
 
     channel_last = False
 
@@ -68,7 +68,7 @@ class Mmcv(_OwnForward, nn.Module):
 
 
 class _Trainer(SimpleNamespace):
-    """Lightning's, and detectron2's, which builds the model."""
+    """Trainer of Lightning, and of detectron2, which builds the model."""
 
     @classmethod
     def build_model(cls, cfg):
@@ -76,7 +76,7 @@ class _Trainer(SimpleNamespace):
 
 
 class _UltralyticsTrainer:
-    """As Ultralytics' trainers: attributes are set when the model is on its device and not yet wrapped."""
+    """Like Ultralytics' trainers, whose attributes are set once the model is on its device and before it is wrapped."""
 
     world_size = 2
 
@@ -152,7 +152,7 @@ PACKAGES = {name.partition(".")[0] for name in _CONTENTS}
 
 @contextmanager
 def stand_in_for(package: str):
-    """Lets ``package`` be imported, also where another one of the name is installed: tests do not depend on that."""
+    """Makes ``package`` importable, replacing any installed package of that name."""
     if package not in PACKAGES:
         raise ValueError(f"package: expected one of {sorted(PACKAGES)}, got {package!r}")
     installed = _take_out(package)
@@ -167,7 +167,7 @@ def stand_in_for(package: str):
 
 
 def _take_out(package: str) -> dict[str, ModuleType]:
-    """Takes the modules of ``package`` out of those that were imported, and returns them."""
+    """Removes the modules of ``package`` from ``sys.modules`` and returns them."""
     names = [name for name in sys.modules if name.partition(".")[0] == package]
     return {name: sys.modules.pop(name) for name in names}
 

@@ -1,8 +1,8 @@
-"""The reference: batch normalization by formula, differentiated by autograd, with no code of the package."""
+"""The reference: batch normalization from its formula, differentiated by autograd, without any code of the package."""
 
 import torch
 
-EPS = 0.5  # large, so that "clamp" has channels on either side
+EPS = 0.5  # large, so that "clamp" has channels with variances above and below
 
 
 def per_channel(values, input):

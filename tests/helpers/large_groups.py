@@ -1,4 +1,4 @@
-"""Small groups that behave like large ones: ranks sum statistics in float64 instead of gathering them."""
+"""Small groups that behave like large groups: ranks sum statistics in float64 instead of gathering them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,13 +8,13 @@ from tests.helpers.workers import WorkerPool
 
 
 def as_large(function: Callable[..., Any], *args: Any) -> Any:
-    """Runs ``function`` on a rank in groups that count as large."""
+    """Runs ``function`` on a rank whose groups are treated as large."""
     with patch("bagua_syncbn.communicators.c10d.FEWEST_ADDED", 2):
         return function(*args)
 
 
 class LargeGroups:
-    """The pool, with groups that count as large."""
+    """The pool, with groups that are treated as large."""
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool

@@ -26,7 +26,7 @@ def communicator_of(process_group=None):
 
 
 def mean_over(process_group):
-    """Returns the batch mean of a layer with ``process_group`` if each rank's input is its number."""
+    """Returns the batch mean of a layer with ``process_group``, where each rank's input is its rank."""
     layer = SyncBatchNorm(1, momentum=1.0, process_group=process_group)
     layer(torch.full((2, 1), float(dist.get_rank())))
     return layer.running_mean.item()
@@ -47,7 +47,7 @@ def join(store, world_size, rank, seconds=300.0):
 
 
 class WaitingRoom:
-    """Lets ranks wait for each other longer than their job's timeout. ``path`` names a new file."""
+    """Makes ranks wait for each other, possibly longer than the job's timeout. ``path`` names a new file."""
 
     def __init__(self, path):
         self._store = dist.FileStore(path, dist.get_world_size())

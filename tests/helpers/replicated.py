@@ -22,7 +22,7 @@ PROMPTLY = 20
 
 
 def parallel(model, place, count):
-    """Returns ``model`` in ``count`` replicas, on the device of the first of them."""
+    """Returns ``model`` with ``count`` replicas, on the first replica's device."""
     if place == "several GPUs" and torch.cuda.device_count() < count:
         pytest.skip(f"needs {count} GPUs")
     device = "cpu" if place == "cpu" else "cuda:0"
@@ -44,7 +44,7 @@ def build(batch_norm, **options):
         convolution(5, 2, 1),
     ).double()
     with torch.no_grad():
-        for parameter in model.parameters():  # initial values of 1 and 0 hide mistakes
+        for parameter in model.parameters():  # initial values of 1 and 0 would hide mistakes
             parameter.copy_(torch.randn_like(parameter))
     return model
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from bagua_syncbn.communicators import TorchCommunicator
 from bagua_syncbn.communicators.c10d import AsyncCollective
 
-SECONDS = 300  # the longest wait of a rank
+SECONDS = 300  # maximum wait of a rank
 
 
 class _Message:
@@ -28,7 +28,7 @@ class _Message:
 class Room:
     """The meeting point of a group of threads. If their messages differ in kind or size, all threads raise.
 
-    Only one thread computes at a time, because hundreds that compete for the interpreter slow each other down.
+    Only one thread computes at a time, because hundreds of threads that compete for the GIL slow each other down.
     """
 
     def __init__(self, size: int) -> None:
@@ -86,7 +86,7 @@ class ThreadCommunicator(TorchCommunicator):
     def __init__(self, room: Room, rank: int) -> None:
         self._room, self.rank, self.size, self.name = room, rank, room.size, f"rank {rank}"
         self.sent: list[tuple[str, int]] = []  # kind and bytes of each message
-        self.group_name = self.name  # without a name, it would share what other tests have compiled
+        self.group_name = self.name  # without a unique name, it would share other tests' compiled code
 
     @property
     def group(self) -> Any:

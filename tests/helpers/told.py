@@ -2,7 +2,7 @@
 
 
 def message_of(function, *arguments):
-    """Returns the message of the error that ends ``function``, or "finished"."""
+    """Returns the message of the error that ``function`` raises, or "finished"."""
     try:
         function(*arguments)
     except Exception as error:

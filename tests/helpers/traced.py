@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 _RANGE = "bagua_syncbn: counted"
 _ON_DEVICE = {"kernel": "kernels", "gpu_memcpy": "copies", "gpu_memset": "fills"}
 # CUDA calls that block the host. cudaMemcpyAsync also blocks if memory is not pinned, but then torch waits for the
-# stream too. CUPTI's names may end in a version, such as cudaStreamSynchronize_ptsz_v7000.
+# stream too. Names from CUPTI may end in a version, such as cudaStreamSynchronize_ptsz_v7000.
 _WAITS = re.compile(r"((cuda|cu)(Stream|Device|Event|Ctx)Synchronize|cudaMemcpy)(_pt[sd][sz])?(_v\d+)?")
 
 

@@ -1,4 +1,4 @@
-"""Layers and parametrizations as users write them, for conversion."""
+"""Typical user-written layers and parametrizations, for conversion."""
 
 import torch.nn.functional as F
 from torch import nn

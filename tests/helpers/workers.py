@@ -27,7 +27,7 @@ class RankError(AssertionError):
 
 
 def fork_context() -> Any:
-    """Returns a multiprocessing context whose new processes have imported torch, which takes seconds."""
+    """Returns a multiprocessing context with torch already imported in new processes, which saves seconds."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed.fsdp", "torch._dynamo"])
     return context
@@ -59,8 +59,8 @@ class WorkerPool:
     def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 300) -> list[Any]:
         """Calls ``function(*args)``, pickled by name, on each rank; returns the results in rank order.
 
-        If a rank raises, dies or does not answer, all ranks are killed, and :class:`RankError` has its traceback. The
-        next call starts new processes.
+        If a rank raises, dies or does not answer, kills all ranks and raises a :class:`RankError` with its traceback.
+        The next call starts new processes.
         """
         self._start(world_size)
         if world_size != self._world_size:
@@ -159,7 +159,8 @@ def _serve(rank: int, pipe: Connection, stacks: str, join: Callable[[str, int, i
 
 
 def run_fresh(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs ``code`` as a program in a new process, in which only torch is imported: faster than a new interpreter."""
+    """Runs ``code`` as a program in a new process with torch already imported, which is faster than a new
+    interpreter."""
     with tempfile.TemporaryDirectory() as folder:
         files = [str(Path(folder, name)) for name in ("stdout", "stderr")]
         process = fork_context().Process(target=_run, args=(code, arguments, environment, files))

@@ -1,4 +1,4 @@
-"""After any change, a layer that was called before behaves like a new copy."""
+"""After any change, a layer with a cached call behaves like a new copy."""
 
 import copy
 from collections.abc import Callable
@@ -25,7 +25,7 @@ TENSORS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked
 
 
 class Recording(Twin):
-    """Stores the hashes of layer and options in the last header."""
+    """Records the hashes of layer and options in the last header."""
 
     header = None
 
@@ -129,7 +129,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 def test_every_change_of_a_layer_is_noticed(change):
     compare(CHANGES[change])
     compare(CHANGES[change], alter=lambda input: input / 0)
-    if change == "momentum=None":  # also if the call passes another momentum
+    if change == "momentum=None":  # even if the call passes a different momentum
         compare(CHANGES[change], around=by_function, first=by_function)
 
 
@@ -247,7 +247,7 @@ AROUND = {
     "vmap of nested tensors": lambda layer, input: torch.func.vmap(layer)(nested(torch.jagged)),
     "forward-mode differentiation": with_tangent,
     "jit.trace": lambda layer, input: torch.jit.trace(layer, input)(input),
-    "input that torch.func has left over": left_over_from_grad,
+    "input that an ended torch.func transform left wrapped": left_over_from_grad,
     "fake tensors": after_fake_tensors,
     "accumulated": accumulated,
     "masked": masked,

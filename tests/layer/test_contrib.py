@@ -1,4 +1,4 @@
-"""Scripts for Bagua without Bagua; tests/bagua_job/test_bagua_contrib.py runs them with Bagua."""
+"""Scripts for Bagua run without Bagua; tests/bagua_job/test_bagua_contrib.py runs them with it."""
 
 import sys
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ class NoBagua:
 
 @contextmanager
 def imported(**bagua):
-    """Imports bagua_syncbn.contrib as if ``bagua`` were the installed modules of Bagua."""
+    """Imports bagua_syncbn.contrib as if ``bagua`` contained Bagua's installed modules."""
     with patch.dict(sys.modules), patch.object(sys, "meta_path", [NoBagua, *sys.meta_path]):
         for name in [name for name in sys.modules if f"{name}.".startswith(("bagua.", "bagua_syncbn.contrib."))]:
             del sys.modules[name]
@@ -38,7 +38,7 @@ def imported(**bagua):
 
 def follow_baguas_pages():
     rank = dist.get_rank()
-    model = make_model(seed=rank)  # rank 0's parameters and buffers are to reach the other ranks
+    model = make_model(seed=rank)  # rank 0's parameters and buffers must be broadcast to peers
     for buffer in model.buffers():
         buffer.add_(rank)
     optimizer = make_optimizer(model)

@@ -41,7 +41,7 @@ def function(**arguments):
     return sync_batch_norm(**{"input": X, "running_mean": None, "running_var": None} | arguments)
 
 
-# Calls of a layer and the beginning of their errors, in training and in evaluation.
+# Invalid calls of a layer, and the beginning of the error, in training and evaluation.
 INPUTS = [
     (ValueError, LAYER + "expected 4D input", lambda layer: layer(X[0])),
     (RuntimeError, LAYER + "expected 4 channels, got 5", lambda layer: layer(torch.randn(2, 5, 3, 3))),
@@ -65,7 +65,7 @@ INPUTS = [
     ),
 ]
 
-# Wrong arguments of the function, in training.
+# Invalid arguments of the function, in training.
 ARGUMENTS = [
     *(
         (TypeError, f"{name}: expected a tensor, got float", {name: 1.5})
@@ -129,12 +129,12 @@ def test_invalid_calls_raise_and_change_no_buffer(error, message, call, training
         assert torch.equal(buffer, torch.full_like(buffer, name == "running_var")), f"{name} changed"
 
 
-@pytest.mark.ranks(2, new_job=True)  # in a job whose group is not made yet
+@pytest.mark.ranks(2, new_job=True)  # in a job whose group has not been created
 def test_invalid_calls_raise_before_any_communication():
     """Only rank 0 makes the calls, so communication would hang."""
     if dist.get_rank() == 0:
         for error, message, call in INPUTS + CALLS:
-            if "more than 1 value" not in message:  # which other ranks may have
+            if "more than 1 value" not in message:  # peers may have more values
                 test_invalid_calls_raise_and_change_no_buffer(error, message, call, True)
 
 
@@ -148,7 +148,7 @@ def test_models_without_synchronized_layers_warn(context, recwarn):
     assert caught[0].filename == __file__
 
 
-# Options: a value, and the error.
+# Invalid options: the value and the error.
 OPTIONS = [
     ("eps", -1e-5, ValueError, "expected a finite number .*, got -1e-05"),
     ("eps", NAN, ValueError, "expected a finite number .*, got nan"),
@@ -200,7 +200,7 @@ def test_limits_of_training_do_not_apply_to_evaluation(options, shape, message):
     with pytest.raises(ValueError, match=message):
         layer(torch.randn(shape))
     assert layer.eval()(torch.randn(shape)).isfinite().all()
-    layer.eps_mode = "clamp"  # takes an eps of 0
+    layer.eps_mode = "clamp"  # "clamp" accepts an eps of 0
     assert layer.train()(torch.randn(4, 3)).isfinite().all()
 
 

@@ -52,7 +52,7 @@ def test_exported_models_use_only_torch_operations(how, options):
 
 
 def traced_in_training(how, size):
-    """Returns a layer in training, traced with ``size`` samples for any number of samples."""
+    """Returns a layer in training, traced with ``size`` samples but a dynamic batch dimension."""
     layer, input = SyncBatchNorm2d(8), torch.randn(size, 8, 8, 8)
     if how == "export":
         batch = torch.export.Dim("batch")
@@ -64,7 +64,7 @@ def traced_in_training(how, size):
     return torch.jit.trace(layer, input)
 
 
-# 4 samples are left to F.batch_norm, and of 300 the kernels are faster.
+# With 4 samples, F.batch_norm runs; with 300, our kernels are faster.
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("size", [4, 300])
 @pytest.mark.parametrize("how", ["export", "compile", "fx", "jit"])

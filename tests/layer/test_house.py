@@ -1,4 +1,4 @@
-"""The core works if there are no extras, and folders depend in a single direction."""
+"""The core works without the extras, and folders depend on each other in one direction only."""
 
 import ast
 import re
@@ -13,7 +13,7 @@ import bagua_syncbn
 from tests.helpers.steps import draw, step
 
 PACKAGE = Path(bagua_syncbn.__file__).parent
-# Attached to the core from outside. Training over two ranks needs torch's engine in communicators.
+# Extras: folders that attach to the core from outside. Training over two ranks needs torch's engine in communicators.
 EXTRAS = (
     *("reliability", "cuda", "memory", "data_parallel", "verification", "contrib", "dry_run", "masked"),
     *(
@@ -28,7 +28,7 @@ EXTRAS = (
     ),
 )
 
-# The package as a folder that does not run __init__.
+# The package as a folder, without running __init__.
 BARE = """
 import importlib, os, sys, types
 import torch, torch.distributed as dist
@@ -57,7 +57,7 @@ def test_ops_communicators_and_the_exchange_depend_in_one_direction():
         assert not imported[room] & others
 
 
-# Two ranks in forks, with hidden extras.
+# Two forked ranks, in which extras cannot be imported.
 ALONE = """
 store, *extras = sys.argv[2:]
 sys.modules.update(dict.fromkeys(f"bagua_syncbn.{name}" for name in extras))

@@ -44,7 +44,7 @@ def test_a_layer_without_bias_has_no_bias_in_its_state():
 def test_evaluation_accepts_buffers_of_any_dtype(dtype, buffer_dtype):
     case = Case((4,), (3, 5), dtype, buffer_dtype, frozen=("weight", "bias"), steps=1, evaluates=True)
     if dtype == buffer_dtype and dtype.itemsize == 2:
-        run_rank(case, rank=0)  # torch's kernels, which fold weight and statistics in half precision first
+        run_rank(case, rank=0)  # torch's kernels, which first fold weight and statistics in half precision
     else:
         check(None, case)
 

@@ -22,7 +22,7 @@ N, C, H, W, R = Shard(0), Shard(1), Shard(2), Shard(-1), Replicate()
 
 
 def place(layer, mesh, parameters, buffers):
-    """Replaces parameters and buffers by DTensors, like a ``partition_fn`` of distribute_module."""
+    """Replaces parameters and buffers with DTensors, like a ``partition_fn`` of distribute_module."""
     for name, value in [*layer.named_parameters(), *layer.named_buffers()]:
         placements = parameters if isinstance(value, nn.Parameter) else buffers
         placed = distribute_tensor(value.detach(), mesh, placements if value.dim() else [R] * mesh.ndim)

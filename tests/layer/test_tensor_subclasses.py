@@ -67,7 +67,7 @@ def compare(layer, around, order=1):
         results.append(step(own, draw(5 - rank, 4, 2, 3, seed=rank), order=order, call=run))
     torch.testing.assert_close(*(plain_tensors(each) for each in results), rtol=1e-12, atol=1e-12)
     assert type(outputs[1]) is Tagged
-    if around != "compiled":  # where outputs have no attributes
+    if around != "compiled":  # outputs have no attributes in this mode
         assert outputs[1].tag == "from the input"
 
 
@@ -78,7 +78,7 @@ def plain_tensors(results):
 @pytest.mark.parametrize(("layer", "around", "order"), [
     ("layer", "forward", 2),
     *((layer, "forward", 1) for layer in LAYERS),
-    *(("layer", around, 1) for around in AROUND if around != "compiled"),  # Dynamo refuses them over ranks
+    *(("layer", around, 1) for around in AROUND if around != "compiled"),  # unsupported by Dynamo over ranks
 ])  # fmt: skip
 @pytest.mark.ranks(2)
 def test_ranks_treat_subclasses_like_plain_tensors(layer, around, order):

@@ -60,7 +60,7 @@ def train_sharded(kind, prepare):
 
 
 def recomputing(model):
-    """Backward needs outputs whose parameters are no longer gathered."""
+    """Backward recomputes outputs after the gathered parameters have been freed."""
     return recompute_outputs(convert_sync_batchnorm(model))
 
 
@@ -94,7 +94,7 @@ def test_sharded_models_in_mixed_precision_stay_synchronized(kind):
     torch.testing.assert_close(last.running_mean.float(), reference[3].running_mean, rtol=0.03, atol=0.01)
 
 
-# with_bagua, on torch; test_contrib.py trains by it
+# with_bagua over torch; test_contrib.py trains with it
 
 
 @pytest.mark.ranks(2)
@@ -108,7 +108,7 @@ def test_with_bagua_on_torch_broadcasts_the_optimizer_state():
         optimizer.param_groups[0]["lr"] = 0.5
     optimizer.register_state_dict_post_hook(lambda *args: asked.append(args))
     with_bagua(model, [optimizer])
-    assert len(asked) == (rank == 0)  # a copy on the host, of which only the first is sent
+    assert len(asked) == (rank == 0)  # only rank 0 copies its state to the host
     assert optimizer.param_groups[0]["lr"] == 0.5
     for name in ("exp_avg", "exp_avg_sq"):
         for parameter in model.parameters():
@@ -134,7 +134,7 @@ def test_with_bagua_on_torch_accepts_descriptions_of_groups(kind, weights, means
     nn.init.zeros_(model[0].bias)
     optimizer = torch.optim.SGD(model.parameters(), lr=float(rank))
     with_bagua(convert_sync_batchnorm(model), [optimizer], process_group=process_group)
-    # Layers keep the group that a mesh stands for.
+    # Layers keep the group that a mesh describes.
     assert model[1].process_group == (process_group.get_group() if kind == "mesh" else process_group)
     assert model[0].weight.item() == weights[rank]
     nn.init.ones_(model[0].weight)
@@ -160,4 +160,4 @@ def test_with_bagua_raises_for_unsupported_arguments_on_torch():
     ]:
         with pytest.raises(error, match=message):
             with_bagua(module, optimizers, process_group=process_group)
-    with_bagua(model, [])  # refused, it is as it was
+    with_bagua(model, [])  # unchanged after the error

@@ -12,7 +12,7 @@ from tests.helpers.aten_functions import ATEN
 
 @pytest.fixture
 def called():
-    """The names of ATen's functions for CUDA that were called; functions of the CPU stand for them."""
+    """Names of the called ATen CUDA functions, which CPU functions simulate."""
     names = []
 
     def noted(name):
@@ -30,7 +30,7 @@ def emulated(library):
 
 @pytest.fixture(params=[pytest.param("here", marks=pytest.mark.reference_too), "emulated", "aten"])
 def implementation(request):
-    """The name of an implementation, and its ops: those that run here, the CUDA kernels, and ATen's."""
+    """The name and ops of an implementation: the ops for this machine, the CUDA kernels, or ATen's kernels."""
     if request.param == "emulated":
         return request.param, request.getfixturevalue("emulated")
     if request.param == "aten":

@@ -1,4 +1,4 @@
-"""The ops on ATen's CUDA kernels, which CPU functions (aten_functions.py) replace here."""
+"""The ops on ATen's CUDA kernels, which CPU functions (aten_functions.py) simulate."""
 
 from unittest.mock import patch
 
@@ -21,7 +21,7 @@ def test_four_ops_use_atens_kernels(called):
 
 def test_statistics_that_overflow_stay_in_their_channel(called):
     input = torch.randn(2, 3, 8, 8)
-    input[0, 1, 0, 0] = 1e30  # finite, with a variance that is not
+    input[0, 1, 0, 0] = 1e30  # finite values with an infinite variance
     assert torch.equal(aten.batch_norm_stats(input)[3:6].isfinite(), torch.tensor([True, False, True]))
     assert called == ["batch_norm_update_stats"]
 
@@ -72,7 +72,7 @@ def test_the_first_cuda_call_without_cuda_kernels_says_what_to_install(called, m
         torch.ops.bagua_syncbn.batch_norm_stats.default.redispatch(cuda, torch.randn(2, 3, 4))
     assert called == 2 * ["batch_norm_update_stats"]
     messages = [str(each.message) for each in recwarn]
-    assert len(messages) == (hip is None)  # with ROCm nothing can be built
+    assert len(messages) == (hip is None)  # kernels cannot be built for ROCm
     assert all("no CUDA kernels. Build them with nvcc 12.4 or later: BAGUA_SYNCBN_BUILD=cuda" in m for m in messages)
 
 

@@ -24,7 +24,7 @@ def fail(*arguments, **options):
 
 
 def ops_with(name, change):
-    """Returns the native ops, with ``change`` applied to the results of one."""
+    """Returns the native ops, with ``change`` applied to the results of one op."""
 
     def changed(op, *arguments, **options):
         results = op(*arguments, **options)
@@ -34,14 +34,14 @@ def ops_with(name, change):
 
 
 def ops_by(name, function):
-    """Returns the native ops, one of them replaced by ``function``, which gets the op and its arguments."""
+    """Returns the native ops, with one op replaced by ``function``, which is called with the op and its arguments."""
     native = {each: getattr(torch.ops.bagua_syncbn, each).default for each in OPS}
     return SimpleNamespace(**native | {name: partial(function, native[name])})
 
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Returns the list of devices whose kernels were turned off. The CPU stands for device 0."""
+    """Returns the list of devices whose kernels were turned off. The CPU is treated as device 0."""
     turned_off = []
     library = SimpleNamespace(cuda_support=lambda device: 0, turn_off_cuda=turned_off.append)
     for module in (comparison, fallback):
@@ -82,7 +82,7 @@ def test_every_kernel_is_compared_in_one_part_and_in_several(emulated, library):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_no_derivative_is_compared_where_rounding_decides_it(dtype, monkeypatch):
-    """Near a kink, rounding decides on which side a value is."""
+    """Near a kink, rounding determines which side a value is on."""
     kinks = {"relu": (0,), "relu6": (0, 6), "leaky_relu": (0,), "elu": (0,), "hardswish": (-3, 3)}
     gradient, distances = activations.gradient, []
 
@@ -177,7 +177,7 @@ def without_record(op, *arguments):
 FAULTS = [
     ("stats", torch.float32, most_of_a_row),
     ("stats", torch.float16, zeros_after_256_channels),
-    ("stats", torch.bfloat16, lambda op, *arguments: op(*arguments).float().double()),  # sums of large groups
+    ("stats", torch.bfloat16, lambda op, *arguments: op(*arguments).float().double()),  # large groups' sums
     ("elemt", torch.float32, with_default_parameter),
     ("backward_reduce", torch.float16, saturated),
     ("elemt", torch.float16, without_tanh),
@@ -285,7 +285,7 @@ def test_a_broken_device_raises_instead_of_turning_kernels_off(kernels, monkeypa
     with pytest.raises(RuntimeError, match=rf"{message}.*BAGUA_SYNCBN_KERNELS=aten"):
         comparison.check_kernels(torch.ones(2, 3))
     assert kernels == []
-    with pytest.raises(RuntimeError, match=r"^CUDA error"):  # an earlier failure, which is not ours
+    with pytest.raises(RuntimeError, match=r"^CUDA error"):  # an earlier failure from other code
         comparison.check_kernels(torch.ones(2, 3))
 
 

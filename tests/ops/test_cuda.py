@@ -1,7 +1,7 @@
 """The CUDA kernels and their torch bindings on CPU tensors: ``tests/ops/emulator`` runs threads in random order.
 
-test_values.py compares values. ``make sanitize`` runs both files under sanitizers. The emulator shows neither speed nor
-races between two waits of a thread.
+test_values.py compares values. ``make sanitize`` runs both files under sanitizers. The emulator cannot measure speed,
+or detect races between two waits of a thread.
 """
 
 import mmap
@@ -25,7 +25,7 @@ SPLIT = (1, 1, 40000)  # a shape whose reductions are split
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "sliced", "transposed"])
 def test_gradients_are_written_to_given_tensors(emulated, layout):
-    """Of the input in-place, of the residual in any layout."""
+    """The gradient of the input is computed in place, the residual's in any layout."""
     input, grad_output = torch.randn(2, 2, 16, 5, 6).unbind()
     ones, sums, count = torch.ones(16), torch.randn(32), torch.tensor(60)
     for own in ("contiguous", "channels_last"):
@@ -50,7 +50,7 @@ def test_sums_have_the_same_bits_in_any_order(emulated, shape):
 
 
 def test_a_channel_may_have_more_parts_than_a_block_has_threads(emulated):
-    """264 parts, each of which shows in the sums."""
+    """The sums have 264 parts, and depend on each."""
     input = torch.linspace(-1, 2, 600000).view(1, 1, -1)
     grad_output, ones = input.square(), torch.ones(1)
     packed = emulated.batch_norm_stats(input)
@@ -79,7 +79,8 @@ def test_the_variance_survives_a_large_mean_if_the_first_part_has_no_valid_value
 
 @pytest.mark.parametrize("ranks", [4, 8, 9, 32, 33, 600])
 def test_the_merge_of_many_ranks_has_the_same_bits_in_any_order(emulated, ranks):
-    """Equal channels get equal bits. Numbers of ranks around a warp and around the ranks loaded at once."""
+    """Equal channels get equal bits. Covers numbers of ranks around a warp's size and around the number loaded at a
+    time."""
     rows = torch.randn(ranks, 142).double()
     rows[:, 70:140].abs_()
     rows[:, 140], rows[:, 141] = torch.randint(0, 9, (ranks,)), torch.randint(0, 2, (ranks,))
@@ -155,7 +156,7 @@ def aten_calls(function, *args):
 
 
 def test_an_op_launches_one_kernel_and_a_second_one_to_merge_parts(emulated, library):
-    """On a GPU, each ATen op in a call would be a launch too."""
+    """On a GPU, each ATen op in a call would be an additional launch."""
     reductions = {emulated.batch_norm_stats: "merge_stats", emulated.batch_norm_backward_reduce: "merge_sums"}
     for shape in ((4, 3, 8, 8), (5000, 8), SPLIT):
         x, g = torch.randn(2, *shape).unbind()
@@ -221,4 +222,4 @@ def test_errors_in_atens_kernels_keep_class_and_text(emulated, library, monkeypa
         library.emulate_support(0)
     with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory. Tried to allocate 2.00 GiB$"):
         raise_torchs(raised.value)
-    raise_torchs(raised.value)  # does not raise it again
+    raise_torchs(raised.value)  # the error is not raised twice

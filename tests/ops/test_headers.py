@@ -12,7 +12,7 @@ INVALID_COUNTS = [(torch.nan, 0), (-1, 0), (0.5, 0), (2.0**24, 0), (0, 2.0**30)]
 
 
 def gathered(ops, *headers, dtype=torch.float32):
-    """Returns the rows of ranks with these headers; an empty one is not sent."""
+    """Returns the rows of ranks with these headers; empty headers are not sent."""
     callers = [(header[0] * 2**24 + header[1], header[2]) if header else () for header in headers]
     return torch.stack([ops.batch_norm_stats(torch.randn(4, CHANNELS, 3, dtype=dtype), *caller) for caller in callers])
 
@@ -110,7 +110,7 @@ def test_an_invalid_count_in_a_sum_is_found(ops, count):
 @pytest.mark.parametrize("is_sum", [False, True])
 def test_buffers_keep_their_values_if_statistics_are_not_finite(ops, is_sum, which, value, momentum):
     received = sum(summed(ops, 7, 7)) if is_sum else gathered(ops, HEADER, HEADER)
-    received.view(-1, received.size(-1))[-1, which * CHANNELS + CHANNELS - 1] = value  # of the last channel
+    received.view(-1, received.size(-1))[-1, which * CHANNELS + CHANNELS - 1] = value  # the last channel's
     tracked, fault = buffers(), torch.zeros(8, dtype=torch.int64)
     mean, invstd, count = ops.batch_norm_gather_stats(received, *tracked, momentum, 1e-5, fault, True, 2)
     assert are_equal(tracked, buffers())
@@ -123,7 +123,7 @@ def test_buffers_keep_their_values_if_statistics_are_not_finite(ops, is_sum, whi
 
 
 def gradient(ops, headers, input):
-    """Returns the gradient, and the fault, if each rank sent the same sums and one of ``headers``."""
+    """Returns the gradient and the fault for ranks that sent equal sums and ``headers``."""
     ranks, (mean, invstd, weight) = len(headers), (torch.zeros(CHANNELS), torch.ones(CHANNELS), torch.ones(CHANNELS))
     sums, *_ = ops.batch_norm_backward_reduce(input, input, mean, invstd, weight)
     sent = [torch.cat([sums, torch.tensor(header, dtype=sums.dtype)]) for header in headers]

@@ -141,7 +141,7 @@ def test_no_op_allocates_temporaries_of_the_size_of_the_input(layout):
 def test_one_process_trains_on_these_kernels_if_they_are_faster(layout, dtype):
     size = 40 if layout == "contiguous" else 130  # see prefer_native
     with profile(activities=[ProfilerActivity.CPU]) as prof:
-        frozen = () if dtype == torch.float64 else ("weight", "bias")  # their sums cancel here
+        frozen = () if dtype == torch.float64 else ("weight", "bias")  # sums of these values cancel
         check(None, Case((8,), (32, size, size), dtype, layout=layout, frozen=frozen))
     names = {event.name for event in prof.events()}
     assert "bagua_syncbn::batch_norm_stats" in names

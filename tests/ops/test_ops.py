@@ -11,7 +11,7 @@ pytestmark = pytest.mark.reference_too
 
 
 def arguments(name, shape=(4, 3, 5), dtype=torch.float32, parameter_dtype=None, weight=True):
-    """Sample arguments of the op that ``name`` begins with; the rest of ``name`` adds optional ones."""
+    """Sample arguments for the op that ``name`` begins with; the rest of ``name`` selects optional arguments."""
     channels = shape[1]
     accumulate = ops.accumulate_dtype(dtype)
     input, grad_output = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
@@ -69,7 +69,7 @@ def is_input(argument):
     return isinstance(argument, torch.Tensor) and argument.dim() == 4
 
 
-# Without the check that traces, which takes nearly all the time.
+# Skips the check that traces, which takes nearly all the time.
 FAST_CHECKS = "test_schema", "test_autograd_registration", "test_faketensor"
 
 
@@ -105,7 +105,7 @@ def test_copy_on_write_tensors_are_copied_only_where_ops_write(implementation, n
     results, expected = op(**given | shared), op(**given | own)
     torch.testing.assert_close(results, expected, rtol=0, atol=0, equal_nan=True)
     written = {argument.name for argument in op._schema.arguments if argument.alias_info}
-    changed = {"fault"} if "fault" in given else written  # buffers stay as they are then
+    changed = {"fault"} if "fault" in given else written  # in this case, buffers do not change
     for key, tensor in shared.items():
         assert torch.equal(tensors[key], given[key]), key
         assert torch.equal(tensor, own[key]), key

@@ -1,4 +1,4 @@
-"""Each implementation of the ops equals the definition, in tables of cases."""
+"""Each implementation of the ops equals the definition, for tables of cases."""
 
 from itertools import product
 
@@ -29,8 +29,8 @@ CPU_EDGES = [
     *product((1, 2, 7, 8, 9, 255, 256, 257, 1000), CPU_WIDTHS),
 ]
 # On CUDA, around: 1, a slot of 2 to 8 values, a warp, rows of four slots, from which on they need not be aligned, a
-# block of 256 slots, and two batches of one, from which on there are parts. The last of each list has over 100 parts
-# in float32.
+# block of 256 slots, and two batches of one, from which on there are parts. The last shape of each list has over 100
+# parts in float32.
 CUDA_EDGES = [
     *((3, 3, size) for size in (2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 49, 64, 196)),
     *((2, 1, size) for size in (255, 256, 257, 1023, 1024, 1025, 2049)),
@@ -86,7 +86,7 @@ def activated(name, dtype):
     shapes = CPU_ACTIVATED if name == "here" else CUDA_ACTIVATED
     for number, activation in enumerate(GIVEN):
         if name == "here" and dtype.itemsize == 2 and not activation.is_cheap:
-            continue  # a gradient is rounded before it is added up
+            continue  # gradients are rounded before they are summed
         laid = [
             *((shape, "contiguous") for shape in (shapes if name == "here" else shapes[number % 2 :: 2])),
             *LAYOUTS[number % 3 :: 3],
@@ -113,7 +113,7 @@ TABLE = {
     "rows of every length": edges,
     "layouts": lambda *_: [OpCase(shape, layout) for shape, layout in LAYOUTS],
     "channels": every_channel_count,
-    "gradients of another layout": lambda *_: [
+    "gradients with a different layout": lambda *_: [
         OpCase((2, 16, 5, 6), layout, grad_layout, activation=activation)
         for layout, grad_layout in product(("contiguous", "channels_last", "sliced", "transposed"), repeat=2)
         for activation in (None, activation_of("relu"))
@@ -140,7 +140,7 @@ def test_values_and_gradients_equal_the_definition(implementation, cases, dtype)
     if (name == "aten" and cases not in OF_ATEN) or (name == "here" and KERNELS == "reference" and cases in OF_LOOPS):
         pytest.skip("compares the reference with itself")
     table = list(TABLE[cases](name, dtype))
-    if name == "emulated":  # takes its time: each case in one wide dtype and in one half
+    if name == "emulated":  # slow, so each case runs in one wide and one half dtype
         table = table[DTYPES.index(dtype) % 2 :: 2]
     for case in table:
         check(ops, case, dtype)
@@ -187,9 +187,9 @@ def test_empty_input_gives_zeros_and_its_own_shape(ops, shape):
 
 
 def drifting(*shape):
-    """Kernels shift by the mean of a few values. Unlucky values must not spoil the variance."""
+    """Kernels shift by the mean of a few values. Unlucky first values must not degrade the variance."""
     input = torch.randn(shape) * 1e-2 + 1e3
-    input.view(-1)[: input.numel() // 32] = 0  # the first rows are far off
+    input.view(-1)[: input.numel() // 32] = 0  # the first rows are far from the mean
     input.view(-1)[1] = 1e6
     return input + torch.linspace(0, 100, shape[-1])
 

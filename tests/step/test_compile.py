@@ -76,7 +76,7 @@ def compare(backend, *, kind="plain", dynamic=None, wrap=None, wrap_first=False,
     counters.clear()
     eager = make_model(kind).to(memory_format=layout)
     original = copy.deepcopy(eager)
-    if wrap_first:  # wrappers' work around the forward breaks the graph
+    if wrap_first:  # code of wrappers around the forward breaks the graph
         original = wrap(original)
     compiled = torch.compile(original, backend=backend, fullgraph=not wrap_first, dynamic=dynamic)
     if wrap is not None:
@@ -112,7 +112,7 @@ def codes_of_inductor():
 
 
 def test_inductor_equals_eager(pool):
-    """Statistics read the output of the convolutions, which inductor makes channels_last, not a planar copy."""
+    """Statistics read the convolutions' channels_last output (chosen by inductor) rather than a planar copy."""
     for forward, *_ in pool.run(codes_of_inductor, 2, timeout=300):
         written = re.findall(r"(\w+) = extern_kernels\.convolution", forward)
         assert len(written) == 2
@@ -133,7 +133,7 @@ def test_compiled_models_of_other_kinds_equal_eager(pool, kind):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["ranks", "one rank"])
 def test_second_derivatives_through_compiled_code_are_refused(kind):
-    """torch refuses them with other backends."""
+    """torch rejects second derivatives with other backends."""
     layer = SyncBatchNorm(3, momentum=None, process_group=1 if kind == "one rank" else None)
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
     input = torch.randn(4, 3, requires_grad=True)
@@ -200,7 +200,7 @@ def test_a_compiled_layer_uses_the_groups_of_the_next_job(pool, kind):
 
 
 def names_of(graph):
-    # A mutating op is an argument of the node that calls it.
+    # A mutating op appears as an argument of the node that calls it.
     called = (target for node in graph.nodes for target in (node.target, *node.args[:1]))
     return Counter(target.overloadpacket.__name__ for target in called if hasattr(target, "overloadpacket"))
 
@@ -249,7 +249,7 @@ def test_a_checkpoint_around_a_compiled_layer_updates_running_statistics_once(ba
         for each in (call, twin):
             each(input.requires_grad_()).backward(grad_output)
         torch.testing.assert_close(layer.state_dict(), twin.state_dict())
-        twin(input.detach())  # no recomputation is left behind in this thread
+        twin(input.detach())  # no recomputation remains active in this thread
         layer(input.detach())
     torch.testing.assert_close(layer.state_dict(), twin.state_dict())
     torch.testing.assert_close([p.grad for p in layer.parameters()], [p.grad for p in twin.parameters()])

@@ -29,7 +29,7 @@ def in_a_hook(layer, input, own):
 
 
 def on_almost_the_same_batch(layer, input, own):
-    """With very many values per channel, different batches have nearly equal statistics."""
+    """With many values per channel, different batches have nearly equal statistics."""
     return InBackward.apply(
         layer(input).sin(), lambda grad: grad * layer(input.detach() + 1e-9 * own(draw(sum(SPLITS), 4, seed=5)))
     )
@@ -65,7 +65,7 @@ def reversible(layer, input, own):
     return sum(halves)
 
 
-# On ranks; and in a single process, by F.batch_norm and by the kernels of ranks.
+# On ranks, and in a single process with F.batch_norm or the kernels of ranks.
 @pytest.mark.parametrize(("is_job", "momentum"), [(True, 0.1), (False, 0.1), (False, None)])
 @pytest.mark.parametrize("program", [in_a_hook, on_almost_the_same_batch, reversible])
 def test_a_forward_inside_backward_is_a_new_call(pool, program, is_job, momentum):

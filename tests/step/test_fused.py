@@ -101,7 +101,7 @@ def test_setting_activation_instead_of_fused_activation_raises():
 @pytest.mark.parametrize("twice", [False, True])
 @pytest.mark.parametrize("residual", [False, True])
 def test_infinite_values_in_evaluation_have_the_gradients_of_torch(residual, twice):
-    """Constant statistics have no derivative, so an infinite deviation does not make NaN."""
+    """Constant statistics have no derivative, so an infinite deviation does not produce NaN."""
     layer = SyncBatchNorm(1, activation="relu").eval()
     alone = nn.BatchNorm1d(1).eval()
     given = torch.tensor([[-torch.inf], [1.0], [-2.0], [3.0]])

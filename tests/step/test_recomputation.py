@@ -38,7 +38,7 @@ def three_times(program):
 
 
 def in_a_thread(program):
-    """Returns ``program`` with forward in another thread than backward, as on CUDA."""
+    """Returns ``program`` with forward and backward in different threads, as on CUDA."""
 
     def run(*args):
         with ThreadPoolExecutor(1) as threads:
@@ -53,7 +53,7 @@ def check_checkpoints(cls, program, threaded):
     wrap = in_a_thread if threaded else lambda program: program
     sent = [check_program(wrap(three_times(program)), layer, reference) for _ in range(2)][-1]  # the first sends probes
     for how, around in CHECKPOINTS.items():
-        if (cls, how) != (BatchNormAct1d, "selective, all"):  # torch refuses to save what a forward changes in place
+        if (cls, how) != (BatchNormAct1d, "selective, all"):  # torch cannot save a tensor that changes in place
             checkpointed = wrap(three_times(partial(program, around=around)))
             assert check_program(checkpointed, layer, reference) == sent, how
 

@@ -1,4 +1,4 @@
-"""recompute_outputs: the same gradients bit for bit, and nothing stored that backward can recompute."""
+"""recompute_outputs gives bitwise equal gradients, and stores no tensor that backward can recompute."""
 
 import copy
 import gc
@@ -25,7 +25,7 @@ BATCH = draw(2, 4, 6, 5)
 
 
 class Forwards(nn.Module):
-    """Forward passes that use the outputs of layers in many ways."""
+    """Forward passes that use layers' outputs in many ways."""
 
     def __init__(self, name):
         super().__init__()
@@ -184,7 +184,7 @@ def test_what_can_be_recomputed_is_not_kept(case):
 
 def test_nothing_is_kept_beyond_the_graph():
     gc.collect()
-    gc.disable()  # no cycle may wait for it
+    gc.disable()  # no reference cycle may keep it alive
     try:
         model = recompute_outputs(make_model())[:5]
         with Storages() as storages, recompute_outputs():
@@ -217,10 +217,10 @@ IN_PLACE = [type(module)(inplace=True) for module in MODULES if hasattr(module, 
 @pytest.mark.parametrize("activation", [*MODULES, *IN_PLACE, "own forward"], ids=str)
 @pytest.mark.parametrize("last", [nn.Conv2d, nn.Identity])
 def test_no_activation_is_kept(activation, last):
-    """Neither readers of the output nor activations that save their own result keep anything."""
+    """Neither readers of the output nor activations that save their result keep a tensor."""
 
     def block():
-        if activation == "own forward":  # as in timm, where one module calls F.batch_norm and an activation
+        if activation == "own forward":  # like in timm, where one module calls F.batch_norm and an activation
             layers = [convert_sync_batchnorm(BatchNormAct(4))]
         else:
             layers = [SyncBatchNorm(4), copy.deepcopy(activation)]
@@ -230,7 +230,7 @@ def test_no_activation_is_kept(activation, last):
     model = nn.Sequential(*block(), *block(), last(4, 4, 3)).double()
     plain = copy.deepcopy(model)
     assert_same_bits(step(recompute_outputs(model), BATCH), step(plain, BATCH))
-    assert kept(model) == 2  # the inputs of the layers
+    assert kept(model) == 2  # the layers' inputs
 
 
 def test_outputs_that_were_written_to_are_refused():

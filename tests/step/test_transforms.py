@@ -144,7 +144,7 @@ def test_batched_gradients_over_ranks_raise():
     only_parameters = layer(input.detach())
     grads = torch.autograd.grad(only_parameters, layer.weight, grad_outputs, is_grads_batched=True)
     assert grads[0].shape == (2, 3)
-    layer(input)  # all ranks were refused, and go on
+    layer(input)  # all ranks raised, and can continue
 
 
 @pytest.mark.ranks(2, new_job=True)
@@ -177,7 +177,7 @@ def test_forward_mode_through_a_checkpoint_raises():
         try:
             output = checkpoint(layer, fwd.make_dual(input, torch.randn(4, 3)), use_reentrant=False)
         except NotImplementedError:
-            pytest.skip("this torch refuses it by itself, as 2.10 does")
+            pytest.skip("some versions of torch (e.g. 2.10) raise an error themselves")
         with pytest.raises(
             RuntimeError, match=r"cannot recompute a forward under torch.func or forward-mode differentiation"
         ):

@@ -85,7 +85,8 @@ def test_a_build_records_its_tools(checkout):
 
 @pytest.mark.parametrize("place", ["the interpreter", "PATH", ".venv"])
 def test_an_isolated_build_finds_torch(checkout, tmp_path, place):
-    """pip isolates by variables, uv by an interpreter outside the environment, which PATH or the checkout has."""
+    """pip isolates builds with variables; uv uses an interpreter outside the environment, found on PATH or in the
+    checkout."""
     status, _, info = decide(checkout, isolated="yes", python="/nowhere/python", PATH="/nowhere")
     assert (status, info["build_reason"]) == (0, "no torch 2.10 or later and no compiler")
     if place == "the interpreter":
@@ -109,7 +110,7 @@ CPU_TORCH, ROCM_TORCH = {"cuda": None}, {"cuda": None, "hip": "6.4"}
     ({}, {}, None, "cpu: no nvcc 12.4 or later"),
     ({}, {}, "12.3", "cpu: no nvcc 12.4 or later (found 12.3)"),
     ({}, {}, "12.4", "cuda: found all tools"),
-    # A CPU build of torch only on request (for another machine), torch for ROCm never.
+    # CUDA kernels are built for a CPU build of torch only on request (for another machine), and never for ROCm.
     ({"BAGUA_SYNCBN_CUDA_ARCHS": "native"}, CPU_TORCH, "13.0", "cpu: no torch for CUDA and no GPU"),
     ({"BAGUA_SYNCBN_CUDA_ARCHS": "all"}, CPU_TORCH, "13.0", "cuda: found all tools"),
     ({"BAGUA_SYNCBN_BUILD": "cuda"}, CPU_TORCH, "13.0", "cuda: BAGUA_SYNCBN_BUILD=cuda"),
@@ -266,7 +267,7 @@ def test_an_import_without_kernels_warns_with_a_remedy(tmp_path, recwarn, reason
     assert not warning or re.search(warning, messages[0])
 
 
-# Hides modules and functions that Windows (or macOS) lacks. torch is imported before.
+# Hides modules and functions that Windows (or macOS) lacks, after torch is imported.
 ELSEWHERE = """
 import os, signal, sys, torch
 for name in ("fcntl", "grp", "posix", "pwd", "resource", "termios"):

@@ -1,4 +1,4 @@
-"""The demo in a few steps."""
+"""Runs the demo with a few steps."""
 
 import importlib.util
 import json

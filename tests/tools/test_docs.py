@@ -55,7 +55,7 @@ def read_blocks(page: Path) -> list[Block]:
     blocks = []
     for match in BLOCK.finditer(text):
         lines_before = text.count("\n", 0, match.start("source"))
-        # Preceded by empty lines, so that tracebacks show the line of the page.
+        # Preceded by empty lines, so that tracebacks show the page's line numbers.
         code = compile("\n" * lines_before + match["source"], str(page), "exec")
         blocks.append(Block(f"{page.name}:{lines_before + 1}", match["marker"], code))
     return blocks
@@ -137,7 +137,7 @@ OF_JOB, OF_SEVERAL = f"{RAISES} in a job", f"{RAISES} over several ranks"
 
 
 def take_a_step(package, module, name, is_synchronized):
-    """Trains an unregistered layer, which is synchronized or raises."""
+    """Trains an unregistered layer, which is synchronized or raises an error."""
     with stand_in_for(package):
         model = bagua_syncbn.convert_sync_batchnorm(nn.Sequential(getattr(import_module(module), name)(8)))
         refusal = pytest.raises(RuntimeError, match=f"{name}: cannot synchronize this forward")

@@ -1,4 +1,4 @@
-"""What an installation reports about itself, and what importing it loads or refuses."""
+"""Tests the report about an installation, and which modules an import loads or requires."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def test_import_is_light_and_the_program_prints_all(monkeypatch, capsys):
     told = json.loads(capsys.readouterr().out)
     assert told["bagua_syncbn"] == bagua_syncbn.__version__
     assert told["torch"] == torch.__version__
-    environment = os.environ | {"BAGUA_SYNCBN_KERNELS": "aten"}  # something computes on CUDA, which is not the library
+    environment = os.environ | {"BAGUA_SYNCBN_KERNELS": "aten"}  # CUDA tensors are computed, but not by the library
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, env=environment)
     heavy, text = done.stdout.split("\n", 1)
     assert heavy == "[]"

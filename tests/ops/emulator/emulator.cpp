@@ -83,7 +83,7 @@ void fail(const std::string& what) {
   }
 }
 
-// Saves this stack in `*from` and switches to `to`, which is in the memory `stack`. `ends`: this stack is not used
+// Saves this stack in `*from` and switches to `to`, in the memory `stack`. `ends`: whether this stack is never used
 // again.
 void switch_to(void** from, void* to, [[maybe_unused]] const void* stack, [[maybe_unused]] size_t size,
                [[maybe_unused]] bool ends) {
