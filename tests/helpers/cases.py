@@ -218,7 +218,8 @@ def leaves_of(case: Case, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
 def derivatives(loss: Tensor, ranks: Sequence[dict[str, Tensor]], first: int, order: int) -> list[dict[str, Tensor]]:
     """Returns the derivatives of each rank by name, up to ``order``.
 
-    The loss of each order is a random sum of the previous order's derivatives. ``first`` is the number of the first rank, which seeds the random numbers.
+    The loss of each order is a random sum of the previous order's derivatives. ``first`` is the number of the first
+    rank, which seeds the random numbers.
     """
     found: list[dict[str, Tensor]] = [{} for _ in ranks]
     wanted = [tensor for tensors in ranks for tensor in tensors.values() if tensor.requires_grad]
