@@ -153,7 +153,7 @@ def check_all(results, expected):
 def test_a_first_call_in_a_capture_is_refused(monkeypatch):
     monkeypatch.setattr(comparison, "_checked", set())
     layer, input = SyncBatchNorm1d(3).cuda(), torch.randn(8, 3).cuda()
-    with pytest.raises(RuntimeError, match="before a graph is captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+    with pytest.raises(RuntimeError, match="while a graph is captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         layer(input)
     layer(input)
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
