@@ -29,7 +29,7 @@ STABLE_ABI = ["-DTORCH_TARGET_VERSION=0x020a000000000000", *["-DPy_LIMITED_API=0
 # Without fused multiply-adds, all instruction sets compute the same bits.
 CXX_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-psabi"]
 # Without errno, which would turn each square root into a function call. Silences warnings about GCC's intrinsics
-# headers (GCC bug 105593); clang does not have the last warning.
+# headers (GCC bug 105593); clang does not know -Wmaybe-uninitialized.
 CXX_FLAGS += ["-fno-math-errno", "-Wno-unknown-warning-option", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 NVCC_FLAGS = ["-std=c++17", "-O3", "--cudart=static", "-Xcompiler=-fPIC,-fvisibility=hidden"]
 
@@ -96,8 +96,8 @@ def unmet(name: str, oldest: tuple[int, int], version: str | None) -> list[str]:
 def nvcc_flags() -> list[str]:
     """Returns flags for machine code for ``ARCHS``, and for PTX, which drivers compile for newer GPUs.
 
-    The PTX is for at most 90, so that it covers all newer GPUs. Before CUDA 13, libraries compressed for size do not
-    load with all drivers.
+    The PTX is for at most 90, so that it covers all newer GPUs. Before CUDA 13, some drivers cannot load libraries that
+    were compressed for size.
     """
     ptx = min(90, int(ARCHS[-1].rstrip("af")))
     codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHS]
@@ -175,7 +175,7 @@ INFO = {
 cards = f"; for compute capability {', '.join(ARCHS)} and PTX for later ones" if KIND == "cuda" else ""
 print(f"bagua_syncbn: {KIND} build: {REASON}{cards}", flush=True)
 
-# The slowest sources first, so that none of them runs alone at the end.
+# Starts with the slowest sources, so that none of them is left to compile alone at the end.
 patterns = ["csrc/cpu/loops/*.cpp", "csrc/*.cpp", "csrc/cpu/*.cpp", "csrc/exchange/*.cpp"] if KIND != "python" else []
 patterns += ["csrc/cuda/*.cu", "csrc/cuda/torch/*.cpp"] if KIND == "cuda" else []
 paths = [path for pattern in patterns for path in sorted(ROOT.glob(pattern)) if path.name != "check.cu"]  # a program

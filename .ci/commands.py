@@ -1,6 +1,6 @@
 """``python .ci/commands.py``: runs the commands of README.md and docs/ in a copy of the checkout, page by page.
 
-They run in a new environment that sees torch and all packages of the running Python, with kernels compiled without
+They run in a new environment that inherits torch and all packages of the running Python, with kernels compiled without
 optimization. The script fails if a block fails or runs without kernels.
 
 - ``bash`` blocks run in the checkout.

@@ -1,6 +1,6 @@
 """``python .ci/installs.py [NAME...]``: installs the package in every supported way, imports it and trains.
 
-Each way in :data:`INSTALLS` gets an environment that sees the torch of the running Python. A layer trains outside of
+Each method in :data:`INSTALLS` gets an environment that inherits the running Python's torch. A layer trains outside of
 the source folder and inside it, where Python finds the sources first. If the import warns that there are no kernels,
 the recommended command runs, and a layer trains again. Kernels are built without optimization, for one CUDA
 architecture: half a minute per build on two cores, five minutes in all.
@@ -72,7 +72,8 @@ INSTALLS = {
 
 
 def make_environment(directory: Path, with_torch: bool = False) -> tuple[Path, Path]:
-    """Creates an environment that sees this one's packages, optionally torch; returns its Python and torch's path."""
+    """Creates an environment that inherits this one's packages, optionally torch; returns its Python and torch's
+    path."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", directory], check=True)
     python = directory / "bin" / "python"
     query = [python, "-c", "import sysconfig; print(sysconfig.get_path('platlib'))"]

@@ -72,7 +72,7 @@ def checked_options(options: Options, training: bool) -> Options:
     """Returns ``options`` with their activation as an :class:`~bagua_syncbn.ops.Activation`.
 
     Raises:
-        TypeError, ValueError: an option is wrong, see :func:`~bagua_syncbn.sync_batch_norm`.
+        TypeError, ValueError: an option is invalid, see :func:`~bagua_syncbn.sync_batch_norm`.
     """
     eps, momentum, eps_mode, skip_nonfinite, given = options
     check_eps_mode(eps_mode)
@@ -160,6 +160,6 @@ def check_tracer(process_group: Any) -> None:
 
 
 def check_local_count(input: Tensor) -> None:
-    """Raises ValueError for a single value per channel, in training in a group of one."""
+    """Raises ValueError for a single value per channel in single-rank training."""
     if not is_tracing() and input.numel() == input.size(1) > 0:
         raise ValueError(f"input: expected more than 1 value per channel when training, got input size {input.size()}")

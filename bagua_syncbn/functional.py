@@ -127,7 +127,7 @@ def sync_batch_norm(
         TypeError: an argument has the wrong type, dtype or layout; a tensor is a DTensor and ``input`` is not, or not
             placed to match; a DTensor ``input`` comes with a mask.
         ValueError: an argument has a wrong value or number of dimensions; ``mask`` or ``lengths`` does not fit
-            ``input``; there is one value per channel in training in a group of one; this rank is not in
+            ``input``; a single-rank training call has one value per channel; this rank is not in
             ``process_group``, or the ranks of the group do not hold each value of a DTensor exactly once.
         RuntimeError: a tensor has the wrong number of elements or is on another device; replicas get a mask;
             :func:`torch.jit.trace` or ``torch.export`` traces training over several ranks; a checkpoint recomputes more
@@ -177,7 +177,7 @@ def _prepare(call: Call, is_compiling: bool) -> Normalization | ByTorch:
     """Returns how to normalize the input of ``call``. There are four modes:
 
     1. Evaluation, with running statistics: :func:`in_evaluation`.
-    2. Training in a group of one, where F.batch_norm is exact and fast: :class:`ByTorch`.
+    2. Training in a single-rank group, where F.batch_norm is exact and fast: :class:`ByTorch`.
     3. Training under a torch.func transform or in forward mode: :func:`_transformed` gathers statistics later.
     4. Training: :func:`batch_statistics` gathers statistics and updates the buffers.
     """
@@ -257,7 +257,7 @@ def checks_of(call: Call) -> CallCache:
         cached = caches.get(place)
         if cached is not None and cached.key == key:
             return cached
-    except (AttributeError, IndexError, RuntimeError, ValueError):  # a wrong tensor, or an option that is an array
+    except (AttributeError, IndexError, RuntimeError, ValueError):  # an invalid tensor, or an option that is an array
         return _validate(call)
     checked = _validate(call, key)
     # Not cached if this call created the group: the next call may run in another job.

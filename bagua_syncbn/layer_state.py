@@ -35,7 +35,7 @@ class CallCache(NamedTuple):
     exchange: Callable[[], Exchange] | None
     """Creates the exchange if the call uses batch statistics; None for running statistics."""
     is_local: bool = False
-    """True for batch statistics in a group of one."""
+    """True for batch statistics in a single-rank group."""
 
 
 @dataclass(slots=True)

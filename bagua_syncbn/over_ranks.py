@@ -33,7 +33,7 @@ def mean_over_ranks(
     r"""Returns this rank's share of the mean loss over the samples of all ranks.
 
     If ranks have different numbers of samples, boxes or valid pixels, the average of local means is not the overall
-    mean. This function weights ranks such that averaged gradients (by
+    mean. This function weights ranks so that averaged gradients (by
     :class:`~torch.nn.parallel.DistributedDataParallel`, FSDP2 or Bagua's gradient allreduce) equal one process. With
     :math:`W` ranks, where rank :math:`r` has :math:`n_r` values :math:`v_{r,i}`, rank :math:`r` returns
 
@@ -51,9 +51,9 @@ def mean_over_ranks(
         mask: bool, broadcastable to ``values``: True for values that count. None for all.
         process_group: the ranks over which gradients are reduced, as for :func:`sync_batch_norm`; None for the whole
             job.
-        count: this rank's :math:`n_r` if it is not the number of values: in gradient accumulation the number in all
-            micro-batches of the step; for a sum over anchors, the number of boxes. ``values`` may then be a sum. The
-            loss is NaN if a tensor ``count`` is negative or not finite.
+        count: overrides :math:`n_r`, by default the number of values. In gradient accumulation, pass the number in all
+            micro-batches of the step; for a sum over anchors, the number of boxes. With ``count``, ``values`` may be a
+            sum. The loss is NaN if a tensor ``count`` is negative or not finite.
         gradients: "averaged" or "summed" over ranks. If summed, the factor :math:`W` is omitted, and the loss is the
             sum of the results over ranks.
 

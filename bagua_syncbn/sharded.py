@@ -44,7 +44,7 @@ def _on_shards(call: Call) -> Tensor | None:
         shards.check_group(call.group)
     if residual is not None:
         residual = shards.local("residual", residual, shards.placements)
-    # Parameters come last, because redistributing them may communicate.
+    # Parameters are converted last, because redistributing them may communicate.
     weight, bias = shards.parameter("weight", weight), shards.parameter("bias", bias)
     output = batch_norm(call._replace(
         input=shards.input.to_local(), weight=weight, bias=bias, residual=residual, buffers=buffers

@@ -28,7 +28,7 @@ _eps_mode = "clamp"
 
 
 def set_sbn_eps_mode(mode: str) -> None:
-    """Sets the divisor of all layers of this module in training replicas, from the next forward pass on.
+    """Sets the divisor of all layers of this module in training replicas, starting with the next forward pass.
 
     Args:
         mode: ``"clamp"``, the default, or ``"plus"``, see :class:`bagua_syncbn.SyncBatchNorm`.

@@ -75,7 +75,7 @@ def stored(results: Results, path: Path, source: str) -> bool:
 
 
 def large(results: Results, path: Path, source: str) -> bool:
-    """Draws the time of a layer's step over group sizes, for each rule: measured on the host, computed for the wire."""
+    """Plots a layer's step time over group size for each rule: measured host time, and computed wire time."""
     measured = of_section(results, "large")
     if not measured:
         return False

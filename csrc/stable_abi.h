@@ -1,4 +1,4 @@
-// LibTorch's stable ABI: one binary for every torch from 2.10 on. No other file includes torch headers.
+// LibTorch's stable ABI: one binary for torch 2.10 and later. No other file includes torch headers.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>

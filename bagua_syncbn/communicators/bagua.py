@@ -45,7 +45,7 @@ class BaguaCommunicator:
         self.rank: int = group.ranks.index(dist.get_rank())
         self.device = _device()
         self._engine = group.get_global_communicator()
-        # torch.compile graphs break here. With a decorator, every process would import the compiler.
+        # torch.compile graphs break here. A decorator would import the compiler in every process.
         self.all_gather = torch.compiler.disable(self._all_gather)
         self.all_reduce = torch.compiler.disable(self._all_reduce)
 

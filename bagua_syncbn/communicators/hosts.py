@@ -70,7 +70,7 @@ class HostsCommunicator(SharedCommunicator):
             result = self._carriers.all_gather(sent.view(-1)).view(-1, message.numel())[self._order]
         else:
             result = self._carriers.all_reduce(sent.view(-1)).view(1, -1)
-        if sent[:, -1].any():  # all ranks on the host see the mark
+        if sent[:, -1].any():  # all ranks on the host read the mark
             return sent
         return super()._exchange(SUM, result, result)  # only the carrier's row is nonzero
 

@@ -20,7 +20,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Job:
-    """Groups and agreements of this package in a torch.distributed job, which ends with the default group."""
+    """Creates groups and agrees on descriptions in a torch.distributed job, which ends with the default group."""
 
     def __init__(self, world: Any) -> None:
         self._world: Any = ref(world)
@@ -89,15 +89,15 @@ class Job:
         """Returns a meeting of ``ranks`` for the first use of ``what``; ``limit`` may shorten the job's timeout."""
         store: Any = None if str(self._backend) == "fake" else self._store
         with suppress(AttributeError, RuntimeError):  # some stores cannot be cloned
-            store = store.clone()  # several threads may meet, and a connection serves only one thread at a time
+            store = store.clone()  # threads may share the store, but a connection serves one thread at a time
         timeout = self._timeout if limit is None else min(limit, self._timeout)
         return Meeting(store, name, self.rank, ranks, timeout, what)
 
     def _communicator(self, user: str, ranks: Ranks, what: str, given: Any = None) -> TorchCommunicator:
-        """Returns the communicator of ``ranks``, which all of them create, for ``user``: "layers" or "user".
+        """Returns the communicator of ``ranks`` for ``user``; all members must call this. "layers" or "user".
 
-        torch's ``new_group`` numbers groups in the job, which needs all ranks, or on each rank, where members that have
-        created different numbers of groups would wait forever. So members agree on the group's name.
+        torch's ``new_group`` numbers groups either per job, which involves all ranks, or per rank, where members that
+        have created different numbers of groups would wait forever. Instead, members agree on the group's name.
         """
         model = given or self._world()
         key = f"{user} {ranks} {given.group_name if given else ''}"

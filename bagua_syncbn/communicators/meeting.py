@@ -23,10 +23,10 @@ _CAUSES = (
 class Meeting:
     """An attempt of ``ranks`` to create a group or to agree: they exchange values through a store.
 
-    An exchange succeeds on all ranks or on none, because the first outcome in the store is final. An exception that
-    ends a rank's ``with`` block fails the next exchange of all peers, and collectives of a group that leaves through
-    the ``store`` (see :func:`leave_through`). RuntimeErrors in the block are re-raised with a description of the first
-    use. Sends no tensors, because torch.compile may be tracing.
+    An exchange succeeds on all ranks or on none, because the first outcome in the store is final. If an exception ends
+    a rank's ``with`` block, its peers' next exchange raises, and so do collectives of groups that use the ``store`` in
+    :func:`leave_through`. RuntimeErrors in the block are re-raised with a description of the first use. Sends no
+    tensors, because torch.compile may be tracing.
 
     Args:
         store: None if there are no peers (torch's backend "fake").

@@ -18,7 +18,7 @@ default_group: Callable[[], Any] = partial(getattr, dist.group, "WORLD") if IS_A
 
 
 def is_in_job() -> bool:
-    """Returns whether torch.distributed is running a job. Compiled code guards on this and does not see the default
+    """Returns whether torch.distributed is running a job. Compiled code guards on this, without accessing the default
     group."""
     return IS_AVAILABLE and (dist.is_initialized() or dist.group.WORLD is not None)
 

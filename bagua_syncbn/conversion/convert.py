@@ -221,5 +221,5 @@ def _unchanged_on_error(module: nn.Module) -> Iterator[None]:
         raise
 
 
-# The same name as in torch's and Bagua's classes.
+# Named as in torch's and Bagua's classes.
 SyncBatchNorm.convert_sync_batchnorm = staticmethod(convert_sync_batchnorm)

@@ -73,7 +73,7 @@ def _wait_for(device: torch.device) -> None:
 
 
 def find_difference(native: Any, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Returns how the ops of ``native`` differ from plain torch in float64, or why they fail; None if they agree."""
+    """Returns a description of how ``native`` ops differ from float64 in plain torch, or fail; None if they agree."""
     wide: _Wide = {}
     with torch.no_grad(), outside_of_modes():
         for call in Exercise(device, dtype).calls():

@@ -1,7 +1,7 @@
 """Specifications of the ranks that a layer synchronizes with: :func:`spec_of` accepts any ``process_group`` argument.
 
 A rule is the normalized form of a description such as ``8``, ``"node"`` or lists of ranks. Rules do not need a job, and
-can be copied and saved. In a job of one rank, every rule selects that rank.
+can be copied and saved. In a single-rank job, every rule selects that rank.
 """
 
 import copy
@@ -39,7 +39,7 @@ def members_by(rule: Rule, rank: int, size: int) -> Ranks | None:
     """Returns the members of ``rank``'s group in a job of ``size`` ranks; None for "node", which ranks agree on.
 
     Raises:
-        ValueError: ``rule`` does not fit the job. Every rule fits a job of one rank.
+        ValueError: ``rule`` does not fit the job. Every rule fits a single-rank job.
     """
     if size == 1:
         return (0,)
@@ -83,7 +83,7 @@ class Engine(Protocol):
     """Returns the group of all ranks of the running job, or None. Called in every layer call."""
 
     def is_in_job(self) -> bool:
-        """Returns whether a job runs. torch.compile can trace this without seeing a group."""
+        """Returns whether a job runs. torch.compile can trace this without accessing a group."""
 
     def rank_and_size(self) -> tuple[int, int]:
         """Returns this process's rank in the running job, and the job's number of ranks."""
@@ -112,7 +112,7 @@ FORKED = (
     "evaluation mode, or start the worker by spawn"
 )
 
-# Communicators by job, then by rule and given group: specifications of the same group share a communicator.
+# Communicators, keyed by job, then by rule and given group, so that equal specifications share a communicator.
 _ready: WeakKeyDictionary[Any, WeakValueDictionary[Any, Communicator]] = WeakKeyDictionary()
 
 
@@ -136,7 +136,7 @@ class GroupSpec:
         self.rule = rule
         self.given_communicator = given_communicator
         self.given = given
-        # None until it is created in the running job. torch.compile guards on this attribute.
+        # None until the running job has created it. torch.compile guards on this attribute.
         self._communicator: Communicator | None = None
         self._world: Callable[[], Any] = lambda: None
 
@@ -150,7 +150,7 @@ class GroupSpec:
         if self.given_communicator is not None:
             return self.given_communicator
         if torch.compiler.is_compiling():
-            # The tracer must not see a group: compiled code keeps alive all objects that the tracer sees.
+            # The tracer must not access a group: compiled code keeps alive all objects that the tracer accesses.
             for engine in engines:
                 if engine.is_in_job():
                     self._create_untraced()
@@ -199,7 +199,7 @@ class GroupSpec:
         return self.rule, None if self.rule is None else self.given
 
     def _keep(self, world: Any, communicator: Communicator) -> None:
-        """Keeps ``communicator`` until the job of ``world`` ends."""
+        """Caches ``communicator`` until the job of ``world`` ends."""
 
         def clear(_: Any) -> None:
             self._communicator = None
@@ -250,7 +250,7 @@ class GroupSpec:
 
 EVERYONE = GroupSpec()
 ALONE = GroupSpec(given_communicator=LOCAL)
-"""Group of calls in evaluation. A layer with ``process_group=LOCAL`` has a different object."""
+"""Group for calls in evaluation. Not the same object as the group of a layer with ``process_group=LOCAL``."""
 
 
 def spec_of(process_group: Any) -> GroupSpec:

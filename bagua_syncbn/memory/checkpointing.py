@@ -2,7 +2,7 @@
 
 A repetition must not communicate, because peers may not repeat the call, and must not count the batch twice.
 Repetitions are never inferred: each repeatable part of a forward is a :class:`Repeatable`, entered around the first run
-and around each repetition. The checkpoint holds this object, which lives as long as the graph.
+and around each repetition. The checkpoint references this object, which lives as long as the graph.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def recompute_outputs(module: _Module | None = None, *, enabled: bool = True) ->
     is itself a recomputed output.
 
     Args:
-        module: a model that recomputes outputs from now on, by a change of its class, which copies and files keep. None
+        module: a model that will recompute outputs. This changes its class, which copies and files keep. None
             returns a context manager for forward passes in this thread; backward may run
             outside of it.
         enabled: False to turn it off for ``module``. :func:`revert_sync_batchnorm` also turns it off.

@@ -9,7 +9,7 @@ otherwise; ``mean``, ``invstd`` and messages have it. ``ops/headers.py`` describ
                                 that add up over ranks, with ``caller`` as the fingerprint
 ``batch_norm_gather_stats``     Merges ``gathered``, with a row per rank or the sum over ``ranks``. Returns ``mean``
                                 (C), ``invstd`` (C) and ``count`` (int64 scalar). Updates the running statistics in
-                                place; with ``skip_nonfinite`` only by finite values. If headers differ or a count is
+                                place; with ``skip_nonfinite``, only if they are finite. If headers differ or a count is
                                 invalid, ``mean`` and ``invstd`` are NaN, buffers keep their values, and ``fault``
                                 records it
 ``batch_norm_elemt``            Returns ``act(z)``, ``z = (input - mean) * invstd * weight + bias + residual``, in the
@@ -18,15 +18,15 @@ otherwise; ``mean``, ``invstd`` and messages have it. ``ops/headers.py`` describ
                                 (C) of this rank, in the dtype of ``weight`` or else the accumulate dtype. Writes
                                 ``g = grad_output * act'(z)``, the gradient of ``residual``, to ``grad``
 ``batch_norm_backward_elemt``   Returns the gradient of ``input``, given the ``sums`` and ``count`` of all ``ranks``.
-                                With an activation it recomputes ``g``, without a residual. If the header sums differ,
+                                With an activation (and no residual), it recomputes ``g``. If the header sums differ,
                                 the gradient is NaN, and ``fault`` records it. With ``grad_input``, which may be
                                 ``grad_output``, it writes there and returns an empty tensor
 ==============================  =====================================================================================
 
 ``activation`` is an index in ``activations.py``; 0 is none. ``mask``, a contiguous bool (N, \*), holds the valid
 positions of all channels. The statistics ignore invalid positions, where ``batch_norm_backward_elemt``, without an
-activation, returns ``grad_output * invstd * weight``. Rare arguments come last, because each one that is given takes
-half a microsecond.
+activation, returns ``grad_output * invstd * weight``. Rare arguments are last, because each argument that is passed
+takes half a microsecond.
 
 ``fault`` is an int64 tensor (8) in host memory, pinned for devices. The first fault stays until the host clears it:
 

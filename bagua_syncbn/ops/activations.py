@@ -20,7 +20,7 @@ class _Formula(NamedTuple):
 
 
 _aten = torch.ops.aten
-# The gradients are torch's, also at kinks.
+# The gradients equal torch's, even at kinks.
 _FORMULAS = {
     "identity": _Formula(lambda z, _: z, lambda dy, z, _: dy),
     "relu": _Formula(lambda z, _: F.relu(z), lambda dy, z, _: _aten.threshold_backward(dy, z, 0), is_cheap=True),

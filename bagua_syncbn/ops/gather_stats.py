@@ -72,7 +72,7 @@ def batch_norm_gather_stats(
         running_mean = running_var = num_batches_tracked = None
     is_sum = gathered.dim() == 1
     mean, var, total = _moments_of_sums(gathered, ranks, fault, call) if is_sum else _merge_rows(gathered, fault)
-    # An unbiased variance needs two values. Only the device knows the count, so the host must not branch.
+    # An unbiased variance needs two values. The count is on the device, so the host must not branch on it.
     updates = total >= 2
     if skip_nonfinite:
         updates = updates & mean.isfinite().all() & var.isfinite().all()

@@ -43,8 +43,8 @@ class FaultRecord:
     def raise_if_found(self) -> None:
         """Raises RuntimeError if an op has recorded a fault. Does not wait for a device.
 
-        Clears the kind on devices that are checked after each op; on others, later calls raise too. Ops write the kind
-        last and never overwrite a fault: a second fault is not recorded, but its results are NaN.
+        Clears the kind on devices that are checked after each op; on other devices, later calls raise too. Ops write
+        the kind last and never overwrite a fault: a second fault is not recorded, but its results are NaN.
         """
         kind, first, *headers = self._values
         if not kind:

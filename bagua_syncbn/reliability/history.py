@@ -35,7 +35,7 @@ class CallHistory:
         self.next: CallSignature | None = None  # the call that followed the same sequence in an earlier step
         self.recent: deque[tuple[int, CallSignature]] = deque(maxlen=2**12)  # numbers and signatures of calls
         self._records: dict[str, FaultRecord] = {}  # by type of device
-        self._place = 0  # hash of the calls of this step
+        self._place = 0  # hash of this step's calls so far
         # Next call, keyed by position in the step, and by caller of the last call.
         self._following: dict[int, CallSignature] = {}
         self._numbers = WeakIdKeyDictionary()

@@ -52,8 +52,9 @@ def recalibrate_statistics(
     Args:
         module: the model, wrapped or not, with synchronized or torch's layers.
         batches: batches of this rank: tensors, or lists or tuples that begin with a tensor, as from a ``DataLoader``.
-        forward: called with each batch, runs the model; for batches of any type. None for ``module(batch)``.
-        device: where to move batches before calling ``module``; None not to move. Excludes ``forward``.
+        forward: runs the model on a batch, which may have any type. None for ``module(batch)``.
+        device: where to move batches before calling ``module``; None to leave them. Cannot be combined with
+        ``forward``.
         process_group: the ranks that make the call, as for :func:`sync_batch_norm`; None for the whole job.
 
     Raises:

@@ -1,6 +1,6 @@
 r"""Differentiable form of the step, for derivatives of any order in backward and in forward mode.
 
-Two functions communicate, and their derivatives consist of the same two functions::
+Two functions communicate, and their derivatives use only these two functions::
 
     x --> _Merged --> mean, invstd --> (x - mean) * invstd * weight + bias --> y       _AllReduce: sum over ranks
 

@@ -95,10 +95,10 @@ def measure_batch_noise(
     .. math:: \text{noise}^2 = \frac{1}{N} \left(
         \frac{\operatorname{Var}(m)}{\sigma^2} + \frac{\operatorname{Var}(v)}{4 \sigma^4} \right)
 
-    to first order, with the per-sample means :math:`m` of :math:`x` and :math:`v` of :math:`(x - \mu)^2`. A noise above
-    0.5 is only known to be large. A sample is worth :math:`\sigma^2 / \operatorname{Var}(m) = S / (1 + (S - 1) \rho)`
-    independent values if its :math:`S` positions have correlation :math:`\rho` (Kish, *Survey Sampling*, 1965). Samples
-    are assumed to be independent and shuffled; video frames are not.
+    to first order, with the per-sample means :math:`m` of :math:`x` and :math:`v` of :math:`(x - \mu)^2`. Above 0.5,
+    this approximation is inaccurate: the noise is large. A sample is worth :math:`\sigma^2 / \operatorname{Var}(m) = S
+    / (1 + (S - 1) \rho)` independent values if its :math:`S` positions have correlation :math:`\rho` (Kish, *Survey
+    Sampling*, 1965). Samples are assumed to be independent and shuffled; video frames are not.
 
     The model runs in evaluation mode, without communication. Model state and random states do not change. Ranks may
     have different numbers of batches. The result depends on the current parameters and running statistics: train a new

@@ -73,7 +73,7 @@ def verify_synchronization(
     modules with buffers that differ between ranks after the step, losses that are sums, or means over batches of
     different sizes. If parameters, buffers or modes differ between ranks before the step, the verdict lists them.
 
-    The model, gradients and random states are unchanged afterwards, also after an exception. All ranks must make the
+    The model, gradients and random states are unchanged afterwards, even after an exception. All ranks must make the
     call, and all raise if any rank raises.
 
     Args:
@@ -84,8 +84,8 @@ def verify_synchronization(
         process_group: the ranks that take part, as for :func:`sync_batch_norm`; None for the whole job.
         merge: merges a list of all ranks' batches. None concatenates tensors along their first dimension; all other
             values must be equal on all ranks.
-        by_layer: compare only the batch normalization layers, on their inputs in a forward pass in which they use
-            running statistics and no mask of :func:`masked`. For models that cannot be copied, e.g. sharded models.
+        by_layer: compare only the batch normalization layers, on inputs recorded in a forward pass with running
+            statistics and without the mask of :func:`masked`. For models that cannot be copied, e.g. sharded models.
 
     Returns:
         A :class:`~bagua_syncbn.verification.Verdict`: true if all tensors are equal on all ranks, and as text the first
@@ -94,7 +94,7 @@ def verify_synchronization(
         more.
 
         The verdict is false if a launcher (torchrun, mpirun) started several processes, but
-        ``torch.distributed.init_process_group`` was not called. A note says if no wrapper averages gradients.
+        ``torch.distributed.init_process_group`` was not called. A note is added if no wrapper averages gradients.
 
     Raises:
         TypeError: ``model`` is not a module.

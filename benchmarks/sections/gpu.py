@@ -66,7 +66,7 @@ def device_seconds(function: Function, calls: int) -> float:
 
 
 def make_ops(inputs: list[tuple[Tensor, Tensor]], with_atens: bool) -> Workload:
-    """Returns our five ops, a copy of the input, and ATen's five kernels called like in torch.nn.SyncBatchNorm."""
+    """Returns our five ops, a copy of the input, and ATen's five kernels, called as in torch.nn.SyncBatchNorm."""
     x, dy = inputs[0]
     weight, bias = torch.randn(2, x.size(1), device=x.device).unbind()
     running, batches = (torch.zeros_like(bias), torch.ones_like(bias)), torch.tensor(0, device=x.device)
@@ -134,7 +134,7 @@ def _together(case: Case, side: str) -> float:
 
 
 def gpu_table(results: Results) -> str:
-    """Ops over copying the bytes that they must move, our ops over ATen's, our step over torch's."""
+    """Time ratios: ops to copying the bytes that they must move, our ops to ATen's, our step to torch's."""
 
     def row(case: Case) -> list[str]:
         shown = [median(copy_ratios(case, op)) for op in MOVED]

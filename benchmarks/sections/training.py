@@ -1,7 +1,7 @@
 """Section training: a small residual network on scikit-learn's digits, data parallel, with each peer's layers.
 
-Global batches, initial parameters and optimizer do not depend on the number of ranks. Peers take
-turns of a few steps and are timed separately.
+Global batches, initial parameters and optimizer do not depend on the number of ranks. Peers take turns (a few steps
+each) and are timed separately.
 """
 
 import time
@@ -26,7 +26,7 @@ BOUTS = 15
 
 
 class Block(nn.Module):
-    """Two convolutions and a shortcut, like in a ResNet."""
+    """Two convolutions and a shortcut, as in a ResNet."""
 
     def __init__(self, make: Maker, channels_in: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ def measure(seed: int, job: dict[str, Any], makers: dict[str, Maker], device: to
 
 
 def step_times(results: Results) -> dict[int, dict[str, list[float]]]:
-    """Returns the milliseconds of all steps with all seeds, by number of ranks and peer."""
+    """Returns the times of all steps with all seeds in milliseconds, by number of ranks and peer."""
     times: dict[int, dict[str, list[float]]] = {}
     for case in of_section(results, "training"):
         for name, values in case["milliseconds"].items():

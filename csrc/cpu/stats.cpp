@@ -26,7 +26,7 @@ int64_t count_of(const uint8_t* valid, int64_t n) {
   return count;
 }
 
-// Chan, Golub and LeVeque: merges the moments of `added` values into those of `count` values.
+// Chan, Golub and LeVeque: merges the moments of `added` values into the moments of `count` values.
 struct MergeMoments {
   double share;   // added / all values
   double weight;  // factor for the squared difference of means

@@ -33,8 +33,8 @@ struct Traits {
   // A reduction leaves the tensor in the cache for the next pass. An element-wise kernel is the last reader.
   static constexpr Read kRead = kReduces ? Read::kAgain : Read::kLast;
 
-  // Blocks per multiprocessor for which the compiler limits registers; 0: no limit. With one more block, the kernel
-  // spills registers or delays a load on at least one card.
+  // The compiler limits registers so that this many blocks fit a multiprocessor; 0: no limit. With one more block, the
+  // kernel spills registers or delays a load on at least one card.
   static constexpr int resident() {
     constexpr int size = sizeof(T);
     if (kOp == Op::kStats) return kMasked ? 2 : kPlanar || size == 4 ? 4 : size == 8 ? 3 : 2;
@@ -51,7 +51,7 @@ using Unsigned =
     std::conditional_t<kBytes == 8, uint64_t,
                        std::conditional_t<kBytes == 4, uint32_t, std::conditional_t<kBytes == 2, uint16_t, uint8_t>>>;
 
-// Planar: returns a bit for each valid value of `slot`, which is in `sample` and `channel`.
+// Planar: returns a bit for each valid value of `slot`, a slot of `channel` in `sample`.
 template <int W>
 __device__ __forceinline__ unsigned valid_bits(const uint8_t* mask, const Planar& plan, int64_t channel, int64_t sample,
                                                const Slot<W>& slot) {

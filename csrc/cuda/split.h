@@ -61,9 +61,10 @@ inline int64_t power_of_two(int64_t value, int64_t low, int64_t high) {
 
 // Splits `count` slots or rows over `parts` blocks with `threads` threads.
 //
-// Element-wise kernels launch more blocks than run at a time: contiguous ranges of nearly equal length. All blocks of a
-// reduction run at the same time: they take turns, one slot per thread, so that the tail of the tensor stays cached for
-// the next pass. The host divides: a division on the device takes longer than everything else before the first load.
+// Element-wise kernels launch more blocks than run at a time; each block gets a contiguous range of nearly equal
+// length. All blocks of a reduction run at the same time and take turns, one slot per thread, so that the tail of the
+// tensor stays cached for the next pass. Divisions are done on the host: one on the device would take longer than all
+// other work before the first load.
 struct Sharing {
   int64_t count;
   int64_t length;  // range or turn

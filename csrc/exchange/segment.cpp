@@ -140,7 +140,7 @@ void Segment::publish(const Message& message, const void* payload) {
   Slot& slot = states_[rank_].slot(++published_);
   slot.message = message;
   if (message.bytes() > 0) std::memcpy(slot.payload, payload, message.bytes());
-  // Sequentially consistent, like the accesses in sleep(): a sleeper that is not counted here sees the message.
+  // Sequentially consistent, like the accesses in sleep(): a sleeper that is not counted here will read the message.
   slot.sequence.store(published_, std::memory_order_seq_cst);
   if (slot.sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(slot.sequence);
 }

@@ -136,7 +136,7 @@ def test_only_members_use_a_group():
         check_refused(RankGroup((2, 5)), ValueError, r"rank 2 of 4, got \(2, 5\)")
     assert mean_over(None) == 1.5
     assert copy.deepcopy(SyncBatchNorm(1, process_group=communication._get_default_group())).process_group is None
-    # Bagua numbers its groups: the layers' groups must not count.
+    # Bagua numbers its groups, and the layers' groups must not change these numbers.
     whole = communication.new_group()
     whole.get_global_communicator()
     assert mean_over(whole) == 1.5

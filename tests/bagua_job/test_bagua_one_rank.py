@@ -28,7 +28,7 @@ def one_rank():
 
 
 class Forced:
-    """Communicator of one rank that acts as two ranks with the same values."""
+    """Single-rank communicator that acts as two ranks with the same values."""
 
     size, rank = 2, 0
 

@@ -1,4 +1,4 @@
-"""First uses of groups: if ranks are missing, interrupted or fail, all ranks raise in time and with a clear message."""
+"""First uses of groups: if ranks are missing, interrupted or fail, all ranks promptly raise a clear error."""
 
 import itertools
 import socket

@@ -317,7 +317,7 @@ def test_sharded_models_are_verified_by_layer():
 
 @pytest.mark.ranks(2)
 def test_merge_makes_one_batch_of_nested_lists():
-    """Lists with a tensor per sample, as in detection, whose lengths differ between ranks."""
+    """Lists with a tensor per sample, as in detection; their lengths differ between ranks."""
     images = [torch.randn(6) for _ in range(2 + dist.get_rank())]
 
     def loss(model, images):

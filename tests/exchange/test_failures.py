@@ -19,7 +19,7 @@ from tests.exchange.places import needs_shared_memory, over
 from tests.helpers.told import message_of
 
 pytestmark = needs_shared_memory
-SECONDS = 300.0  # timeout of jobs in which a rank ends
+SECONDS = 300.0  # timeout of jobs with a rank that exits
 
 
 @pytest.mark.ranks(4)
@@ -65,7 +65,7 @@ def test_a_forked_child_is_refused_and_leaves_the_group_to_its_parent(places):
 
 
 def interrupted(places):
-    """Rank 1 waits in two threads. Returns its peers' errors; its second thread's, and the seconds from Ctrl-C on."""
+    """Rank 1 waits in two threads. Returns its peers' errors; its second thread's, and the seconds since Ctrl-C."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore SIGINT
     group = dist.new_group()
     communicator, store = over(places, group), backend_and_store(group)[1]

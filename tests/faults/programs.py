@@ -150,7 +150,7 @@ class Program:
         return [part for part in self.named if part not in message]
 
     def run(self, when: int, seconds: float = 300.0, end: Change | None = None) -> str:
-        """Runs the steps; the last rank diverges from step ``when`` on. Returns the message."""
+        """Runs the steps; the last rank diverges starting at step ``when``. Returns the message."""
         torch.manual_seed(dist.get_rank())
 
         def take_steps() -> None:

@@ -136,7 +136,7 @@ def run_program(name, *args):
 
 
 def with_ranks(programs):
-    """Yields the programs for two ranks that differ from step 0 or 1 on, and as slow tests for more ranks."""
+    """Yields programs in which two ranks diverge at step 0 or 1; the slow tests use more ranks."""
     for name in programs:
         for ranks, when in ((2, 0), (2, 1), (3, 1), (4, 1)):
             quick = ranks == 2 or (ranks, name) == (3, "a layer skipped")

@@ -117,7 +117,7 @@ def interrupt_everywhere(way, before, places):
                     communicator.leave("ended")
                 if way == "shared":  # the group's destruction would also notify the other rank
                     dist.barrier()
-            assert time.monotonic() - begin < 100, f"{place}: the other rank was not told"
+            assert time.monotonic() - begin < 100, f"{place}: the other rank was not notified"
             dist.barrier()
             events = [len(seen)]
             dist.broadcast_object_list(events, dist.get_world_size() - 1)

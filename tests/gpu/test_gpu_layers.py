@@ -25,7 +25,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def nccl(tmp_path_factory):
-    """A communicator for a job of one rank over NCCL."""
+    """A communicator for a single-rank job over NCCL."""
     store = tmp_path_factory.mktemp("nccl") / "store"
     device = torch.device("cuda", 0)
     dist.init_process_group("nccl", init_method=f"file://{store}", rank=0, world_size=1, device_id=device)
@@ -107,8 +107,8 @@ def test_a_step_has_few_launches_one_collective_each_way_and_no_wait(nccl, shape
     backward = count(trace(lambda: torch.autograd.grad(outputs[0], parameters, grad_output), torch.cuda.synchronize))
     if not forward["runtime"]:
         pytest.skip("torch's profiler does not see the device here")
-    # The communicator launches one kernel. Without a momentum, another kernel adds the batch counter to the message, so
-    # that ranks notice different counters.
+    # The communicator launches one kernel. With momentum=None, another kernel adds the batch counter to the message, so
+    # that ranks detect different counters.
     for counted, kernels in ((forward, 3 if momentum else 4), (backward, 3)):
         # A reduction in several parts has a second kernel. With a single rank, NCCL copies or is a no-op.
         assert counted["kernels"] <= kernels + (shape[0] == 4), counted

@@ -24,7 +24,7 @@ class OpCase(NamedTuple):
         grad_layout: memory layout of the gradient; None for the input's layout.
         offsets: distances of input, gradient and residual to 64-byte alignment, in elements.
         parameters: dtype of weight and bias, or None.
-        mask: a key of :func:`make_mask`, or None. Excludes an activation and a residual.
+        mask: a key of :func:`make_mask`, or None. Cannot be combined with an activation or a residual.
         activation: None omits the activation arguments and the gradient buffer.
         residual: adds a residual.
     """

@@ -116,7 +116,7 @@ DYNAMIC_CLASSES = _Registry()
 
 
 class ModuleValidator:
-    """Like opacus', accepts a model if the exact class of no layer is registered."""
+    """Like opacus', accepts a model unless a layer's exact class is registered."""
 
     VALIDATORS: ClassVar = {nn.BatchNorm2d: lambda layer: ["mixes samples"]}
 

@@ -180,7 +180,7 @@ def _run(code: str, arguments: tuple[str, ...], environment: dict[str, str], fil
 
 @contextmanager
 def launched_by_torchrun(**environment: str) -> Iterator[None]:
-    """Ends the job of this rank; in the context, the environment is that of torchrun on this host, without a port."""
+    """Ends this rank's job; inside the context, the environment is set as by torchrun on this host, without a port."""
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
     dist.destroy_process_group()
     environment |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}

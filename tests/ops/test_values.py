@@ -16,8 +16,8 @@ GIVEN = [IDENTITY, *map(activation_of, (*ACTIVATIONS, ("leaky_relu", 0.3), ("elu
 POSITIONS = ["scattered", "none", "all"]
 MASKS = [*POSITIONS, "padded"]
 
-# On a CPU, vectors hold 4 to 16 values and sums 64 lanes; rows come in groups of 8 and tiles of at most 256, spans have
-# 16384 values, and parts 32768 at least.
+# On a CPU, vectors hold 4 to 16 values and sums 64 lanes; rows are processed in groups of 8 and tiles of at most 256;
+# spans have 16384 values, and parts at least 32768.
 CPU_ROWS = [
     *(1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 47),
     *(63, 64, 65, 79, 127, 128, 129, 1021, 16384, 16385, 40000),
@@ -28,9 +28,9 @@ CPU_EDGES = [
     *((70 if size < 2000 else 5, 1, size) for size in CPU_ROWS),  # in several parts
     *product((1, 2, 7, 8, 9, 255, 256, 257, 1000), CPU_WIDTHS),
 ]
-# On CUDA, around: 1, a slot of 2 to 8 values, a warp, rows of four slots, from which on they need not be aligned, a
-# block of 256 slots, and two batches of one, from which on there are parts. The last shape of each list has over 100
-# parts in float32.
+# On CUDA, sizes around: 1; a slot of 2 to 8 values; a warp; rows of four slots (longer rows may be misaligned); a block
+# of 256 slots; and two batches of a block (larger inputs are split into parts). The last shape of each list has over
+# 100 parts in float32.
 CUDA_EDGES = [
     *((3, 3, size) for size in (2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 49, 64, 196)),
     *((2, 1, size) for size in (255, 256, 257, 1023, 1024, 1025, 2049)),

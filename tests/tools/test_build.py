@@ -160,7 +160,7 @@ def test_the_compiler_may_have_a_launcher(checkout, tmp_path):
 
 @pytest.fixture
 def cuda_tools(tmp_path):
-    """An nvcc that knows some GPUs, and a torch for CUDA."""
+    """A fake nvcc that supports some GPUs, and a torch for CUDA."""
     known = '[ "$1" = --list-gpu-code ] && echo sm_70 sm_80 sm_89 sm_90 sm_120 || echo release 12.8'
     return write_torch(tmp_path) | {"NVCC": write_tool(tmp_path / "cuda" / "bin" / "nvcc", known)}
 

@@ -1,4 +1,4 @@
-// The inner loops for instructions that every CPU of the architecture has: SSE2 on x86-64, NEON on 64-bit Arm.
+// The inner loops for the architecture's baseline instruction set: SSE2 on x86-64, NEON on 64-bit Arm.
 #include "../../stable_abi.h"
 
 #define BAGUA_SYNCBN_ISA baseline

@@ -1,7 +1,7 @@
 // Planar reductions: sums over rows of one channel.
 
 // Calls body(v, offset, access) for each vector of a row of n values. The last vector may be partial. Vector v has the
-// lanes from v * kWidth on.
+// lanes starting at v * kWidth.
 template <typename A, typename Body>
 BAGUA_SYNCBN_IN_LOOPS void for_each_vector(int64_t n, const Body& body) {
   constexpr int kVectors = kLanes / kWidth<A>;

@@ -23,7 +23,7 @@ namespace {
 
 constexpr int kBytes = BAGUA_SYNCBN_VECTOR_BYTES;
 
-// clang-format off: each file uses the ones before it
+// clang-format off: each file uses the files before it
 #include "vectors.inl"
 #include "math.inl"
 #define BAGUA_SYNCBN_FORMULAS
