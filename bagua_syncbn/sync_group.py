@@ -24,8 +24,8 @@ def sync_group(process_group: Any) -> Any:
 
     Raises:
         TypeError: ``process_group`` is of another kind.
-        ValueError: the number does not divide the job's ranks; the lists do not contain each rank of the job once;
-            ranks have different descriptions.
+        ValueError: the number does not divide the job's ranks; the lists do not contain each rank of the job exactly
+            once; ranks have different descriptions.
 
     Example::
 

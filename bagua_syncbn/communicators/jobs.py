@@ -67,7 +67,8 @@ class Job:
     def layers_communicator(self, rule: Rule, given: Any = None) -> TorchCommunicator:
         """Returns the communicator of a group that only layers use; members create it at the first use.
 
-        Each ``given`` group has one, which ends with it and has the same backend and timeout. The default is the job's.
+        Each ``given`` group has its own communicator, which ends with the group and has the same backend and timeout.
+        By default, these are the job's.
 
         Raises:
             ValueError, RuntimeError: as :meth:`ranks_of`; or some members did not arrive within the timeout of the job,

@@ -96,7 +96,7 @@ class SharedCommunicator(TorchCommunicator):
         return self._begun[-1]
 
     def leave(self, why: str) -> None:
-        super().leave(why)  # before leave_segment(), after which peers look for `why`
+        super().leave(why)  # set before leave_segment(), because peers then read `why`
         with suppress(RuntimeError):  # closed already, or in use by another thread
             self._native.leave_segment(self._segment)
         self._close()

@@ -50,7 +50,7 @@ def ranks_of(rule: Rule) -> Ranks:
 
 
 def communicator_of(rule: Rule, given: Any) -> Communicator:
-    """Returns the layers' communicator; each ``given`` group has one."""
+    """Returns the layers' communicator; each ``given`` group has its own."""
     job, group = running_job(), None if rule is None else given
     if group is not None and not is_alive(group):
         raise RuntimeError(DESTROYED)

@@ -44,7 +44,7 @@ def convert_sync_batchnorm(
     optimizers remain valid. A custom ``forward`` is also kept; in training, it raises an error unless it calls
     ``super().forward``, ``F.batch_norm`` or a converted submodule. :class:`torch.nn.SyncBatchNorm` is also converted.
     Convert before wrapping the model. A compiled model is recompiled at the next call. :func:`conversion_report` lists
-    the layers and the reasons for skipping some.
+    the layers, and why some are skipped.
 
     Args:
         module: the model, which may be a single layer.

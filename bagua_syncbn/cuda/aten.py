@@ -4,9 +4,9 @@ Four ops use them. The reference computes the rest: masks, activations, residual
 values or more, since ATen's kernels count in 32 bits. For planar half inputs ATen rounds the products in backward sums
 to half.
 
-The reference also merges ranks. ATen returns NaN if the first rank is empty, recovers a rank's variance from its
-inverse deviation (which loses variances that are small compared to ``eps``), divides by 0 for one value per channel,
-and takes the momentum from the host.
+The reference also merges ranks' statistics. ATen returns NaN if the first rank is empty, recovers a rank's variance
+from its inverse deviation (which loses variances that are small compared to ``eps``), divides by 0 for one value per
+channel, and takes the momentum from the host.
 """
 
 from collections.abc import Sequence

@@ -98,7 +98,7 @@ class Engine(Protocol):
         """Returns the members of this rank's group. On the first use of a rule, all ranks must call this."""
 
     def communicator_of(self, rule: Rule, given: Any) -> Communicator:
-        """Returns the layers' communicator, created by all ranks; each ``given`` group has one."""
+        """Returns the layers' communicator, which all ranks create; each ``given`` group has its own."""
 
 
 engines: Registry[Engine] = Registry()
@@ -145,7 +145,7 @@ class GroupSpec:
 
         Raises:
             ValueError: this job has no such ranks, or ranks have different descriptions.
-            RuntimeError: the given group was destroyed, or ranks are missing.
+            RuntimeError: the given group was destroyed, or a rank did not arrive in time.
         """
         if self.given_communicator is not None:
             return self.given_communicator
@@ -259,7 +259,7 @@ def spec_of(process_group: Any) -> GroupSpec:
     Raises:
         TypeError: ``process_group`` has an unsupported type.
         ValueError: this rank is not in the group, or the description fits no job, or not this job.
-        RuntimeError: the group belongs to an engine that runs no job.
+        RuntimeError: the group belongs to an engine that is not running a job.
     """
     if process_group is None:
         return EVERYONE

@@ -177,8 +177,8 @@ def refuse_to_recompute_replicas(name: str, in_training: bool) -> None:
 
 
 def is_repetition() -> bool:
-    """Returns whether this thread is repeating an earlier run. False while torch.compile traces, which schedules
-    recomputation."""
+    """Returns whether this thread is repeating an earlier run. False during tracing, because torch.compile itself
+    schedules recomputation."""
     return not torch.compiler.is_compiling() and _current_run().repeated is not None
 
 

@@ -82,8 +82,8 @@ def freeze_statistics(module: _Module, filter: Filter | None = None, *, paramete
 def unfreeze_statistics(module: _Module, filter: Filter | None = None) -> _Module:
     """Undoes :func:`freeze_statistics`.
 
-    Parameters that were frozen require gradients again. A layer gets the mode of the parent module; ``module`` itself,
-    if it is a layer, the mode that was last requested.
+    Parameters that were frozen require gradients again. A layer gets its parent module's mode. If ``module`` is itself
+    a layer, it gets the last requested mode.
 
     Args:
         module: the model, wrapped or not; or a single layer.

@@ -46,14 +46,14 @@ SHAPES: tuple[Shape, ...] = (
     (64, 8, 224, 224),
 )
 
-# Inputs of at least this size are measured on at most two ranks and in one way, except for one input.
+# Inputs of at least this size (except one) are measured on at most two ranks, in one layout and with one thread.
 _HUGE = 25_000_000
 _MEASURED_IN_FULL = (32, 256, 56, 56)
 
 
 def cases(job: dict[str, Any], world_size: int) -> list[tuple[Shape, str, int]]:
-    """Returns extra cases: interleaved input on two ranks, and several threads on one and two ranks, which leave cores
-    idle."""
+    """Returns shape, layout and threads of each case. Includes interleaved layouts on two ranks, and several threads on
+    one and two ranks, which would leave cores idle."""
     chosen = []
     for shape in map(tuple, job["shapes"] or SHAPES):
         huge = math.prod(shape) >= _HUGE and shape != _MEASURED_IN_FULL

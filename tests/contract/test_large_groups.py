@@ -19,7 +19,7 @@ def row(mean, var, count):
 
 
 def sums_of(row):
-    """Computes the sums that a rank sends instead of ``row`` by their definition."""
+    """Computes, by definition, the sums that replace ``row`` in large groups."""
     mean, var, (low, high) = row.double().split(2)
     count = low + high * 2**24
     return torch.cat([count * mean, count * (var + mean.square()), count.view(1), torch.tensor(ops.header_sums_of(7))])

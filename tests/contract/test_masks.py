@@ -119,7 +119,7 @@ def test_compiled_models_accept_masks_of_changing_sizes(ways):
 def test_compiled_backward_accepts_gradients_in_any_layout():
     """Dynamo reads N from a stride of the gradient, without checking that the gradient has this stride."""
 
-    def normalized(x, mask):  # torch.compile names symbols after these
+    def normalized(x, mask):  # torch.compile names symbols after x and mask
         return sync_batch_norm(x, None, None, mask=mask)
 
     compiled = torch.compile(normalized, backend="eager", fullgraph=True)

@@ -132,11 +132,11 @@ class Program:
     """Three steps in which the last rank diverges from its peers.
 
     Attributes:
-        last_rank: the step of the last rank once it diverges.
-        change: called with the model of the last rank when it diverges.
-        named: parts of the error on each rank.
-        step: the step of all ranks before.
-        prepare: called with the model of each rank at the beginning.
+        last_rank: the last rank's step once it diverges.
+        change: called with the last rank's model when it diverges.
+        named: text in each rank's error.
+        step: all ranks' step before the divergence.
+        prepare: called with each rank's model at the start.
     """
 
     last_rank: str = STEP

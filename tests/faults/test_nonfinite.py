@@ -1,4 +1,4 @@
-"""An infinity or NaN in a rank's batch: a step that GradScaler skips changes nothing."""
+"""An infinity or NaN in a rank's batch changes no state if GradScaler skips the step."""
 
 import pytest
 import torch
