@@ -124,8 +124,8 @@ def sum_over_ranks(
     """Returns the float64 sum of ``packed`` (n) over the ranks of ``communicator``, with equal bits on all ranks.
 
     ``what``, the name of the call in errors, the class of ``module`` and ``details`` must be equal on all ranks. A
-    mismatch raises on CPU, or if ``module`` is given: then the host waits for the device. Otherwise the sum is NaN, and
-    on devices with a fault record a later call raises.
+    mismatch raises on CPU, and also on devices if ``module`` is given, which makes the host wait. Otherwise the sum is
+    NaN, and on devices with a fault record a later call raises.
 
     Raises:
         RuntimeError: the ranks make different calls, or the collective failed.

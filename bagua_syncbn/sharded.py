@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 @special_inputs.register
 def _on_shards(call: Call) -> Tensor | None:
-    """Computes ``call`` on the shards of this rank; returns a DTensor placed like the input. None for other inputs.
+    """Computes ``call`` on the shards of this rank; returns a DTensor placed like the input. Returns None if the input
+    is not a DTensor.
 
     Raises:
         TypeError: a tensor has the wrong placements, the input is a partial sum, or there is a mask.

@@ -19,7 +19,7 @@ namespace bagua_syncbn {
   throw std::runtime_error(message.str() + ", got none");
 }
 
-// Allocates a tensor with the strides of a dense tensor.
+// Allocates a tensor; `sizes` and `strides` must describe a dense tensor.
 inline Tensor allocate(torch::headeronly::IntHeaderOnlyArrayRef sizes, torch::headeronly::IntHeaderOnlyArrayRef strides,
                        ScalarType dtype, const Tensor& like) {
   const auto code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));

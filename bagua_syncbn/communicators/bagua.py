@@ -66,7 +66,7 @@ class BaguaCommunicator:
         return packed
 
     def _checked(self, packed: Tensor) -> Tensor:
-        """Returns ``packed`` contiguous, because Bagua passes only address and size to NCCL."""
+        """Makes ``packed`` contiguous, because Bagua passes only its address and size to NCCL."""
         if packed.device != self.device:
             raise RuntimeError(f"input: expected a tensor on {self.device}, this rank's device, got {packed.device}")
         return packed.contiguous()

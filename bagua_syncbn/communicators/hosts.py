@@ -1,8 +1,8 @@
 """Chooses the transport of a group's CPU messages, and sends them between hosts.
 
 Between hosts, a message takes three steps: the ranks on each host exchange it through shared memory, the carriers (the
-first rank on each host) exchange their hosts' rows by collectives, and each carrier spreads the result on its host. A
-carrier that begins a message without waiting cannot relay it. It marks its row instead; all ranks then resend the
+first rank on each host) exchange their hosts' rows with collectives, and each carrier shares the result with its host.
+A carrier that begins a message without waiting cannot relay it. It marks its row instead; all ranks then resend the
 message with collectives of the whole group.
 """
 

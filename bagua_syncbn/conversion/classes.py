@@ -95,9 +95,9 @@ def _after(cls: type[nn.Module]) -> Callable[..., Any]:
     return lambda layer, *args, **kwargs: super(cls, layer).forward(*args, **kwargs)
 
 
-# Parametrized, sharded and recomputing layers have a class on top of the layer's class, which is the last base.
-# Parametrized tensors are properties of the class on top: torch deletes such a property with the parametrization, and
-# finally restores the layer's class.
+# Parametrized, sharded and recomputing layers have a subclass of the layer's class; the layer's class is its last base.
+# Parametrized tensors are properties of the subclass: removing a parametrization deletes its property, and removing the
+# last one restores the layer's class.
 
 
 def _is_on_top(cls: type) -> bool:

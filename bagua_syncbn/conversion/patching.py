@@ -16,7 +16,7 @@ def patch_torch_converter() -> "TorchConverterPatch":
     """Makes trainers that call torch's converter, or build torch's layer, use this package.
 
     ``torch.nn.SyncBatchNorm.convert_sync_batchnorm`` becomes :func:`convert_sync_batchnorm`, with torch's arguments,
-    and layers built as ``torch.nn.SyncBatchNorm(...)``, or as a subclass, are :class:`SyncBatchNorm`. The class itself
+    and ``torch.nn.SyncBatchNorm(...)`` or a subclass constructs a :class:`SyncBatchNorm`. The class itself
     is changed, so code that imported it earlier uses the patch too. As in every conversion, ``isinstance(layer,
     torch.nn.SyncBatchNorm)`` is False.
 

@@ -19,13 +19,13 @@ otherwise; ``mean``, ``invstd`` and messages have it. ``ops/headers.py`` describ
                                 ``g = grad_output * act'(z)``, the gradient of ``residual``, to ``grad``
 ``batch_norm_backward_elemt``   Returns the gradient of ``input``, given the ``sums`` and ``count`` of all ``ranks``.
                                 With an activation (and no residual), it recomputes ``g``. If the header sums differ,
-                                the gradient is NaN, and ``fault`` records it. With ``grad_input``, which may be
-                                ``grad_output``, it writes there and returns an empty tensor
+                                the gradient is NaN, and ``fault`` records it. If ``grad_input`` is given (it may be
+                                ``grad_output``), the op writes to it and returns an empty tensor
 ==============================  =====================================================================================
 
 ``activation`` is an index in ``activations.py``; 0 is none. ``mask``, a contiguous bool (N, \*), holds the valid
-positions of all channels. The statistics ignore invalid positions, where ``batch_norm_backward_elemt``, without an
-activation, returns ``grad_output * invstd * weight``. Rare arguments are last, because each argument that is passed
+positions of all channels. The statistics ignore invalid positions. There, ``batch_norm_backward_elemt`` (without an
+activation) returns ``grad_output * invstd * weight``. Rare arguments are last, because each argument that is passed
 takes half a microsecond.
 
 ``fault`` is an int64 tensor (8) in host memory, pinned for devices. The first fault stays until the host clears it:

@@ -59,7 +59,7 @@ class CallSignature:
 def shared_options(call: Call, options: Options) -> tuple[Any, ...]:
     """Returns the options of ``call`` that must be equal on all ranks; activations may differ.
 
-    These are the number of channels, whether the input is float64, an unusual way to update running statistics (as
+    These are the number of channels, whether the input is float64, a nondefault way to update running statistics (as
     text), and the options. A plain tuple, because torch.compile passes only plain values to untraced functions.
     """
     updates = "untracked" if call.buffers.running_mean is None else ""

@@ -36,8 +36,9 @@ void parallel_over(int64_t count, int64_t values, const Body& body) {
   }
 }
 
-// Returns whether to use streaming stores, which do not read the memory that they overwrite: if `output` exceeds a
-// core's share of the last-level cache (its next reader would miss anyway), and all vectors are aligned.
+// Returns whether to use streaming stores, which do not first read the memory that they overwrite. They are used if
+// `output` exceeds a core's share of the last-level cache (its next reader would miss anyway) and all vectors are
+// aligned.
 template <typename T>
 bool streams(const T* output, const Geometry& g) {
   constexpr int64_t kLarge = int64_t(16) << 20, kLine = 64, kSize = sizeof(T);

@@ -23,7 +23,7 @@ __device__ __forceinline__ V from_lane_after(const V& value, int distance) {
 }
 
 // Mean and sum of squared deviations (m2) for each of a thread's channels, over `count` values. The mean is relative to
-// a center, which is one of the values, and so as precise as deviations from the center.
+// a center (one of the values), so it is as precise as deviations from the center.
 template <typename A, int kLanes>
 struct Moments {
   A center[kLanes], mean[kLanes], m2[kLanes];

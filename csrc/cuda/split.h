@@ -24,8 +24,8 @@ constexpr int kLineBytes = 128;
 constexpr int kReducedBytes = 64;
 
 // Maximum blocks per launch. Element-wise kernels: several waves on the largest cards. Reductions: one wave of four
-// blocks on each of 132 multiprocessors, or of three if they are interleaved, which needs more registers. Starting,
-// finishing and merging a block costs as much as a batch or two.
+// blocks (interleaved, which needs more registers: three) on each of 132 multiprocessors. Starting, finishing and
+// merging a block takes as long as one or two batches.
 constexpr int64_t kElementBlocks = 4096;
 constexpr int64_t kReduceBlocks = 528;
 constexpr int64_t kReduceRowBlocks = 396;

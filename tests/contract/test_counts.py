@@ -44,11 +44,12 @@ class Costs(NamedTuple):
     expanded_grad: bool = False  # an output gradient that autograd expanded, as for a sum
 
 
-# Forward: stats, room for gathered rows, merge, normalize; by collectives also a view of the room and the collective.
-# Backward: sums, gradient; by collectives also room for the gathered sums, a view, the collective and the total.
+# Forward: stats, buffer for gathered rows, merge, normalize; with collectives, also a view of the buffer and the
+# collective. Backward: sums, gradient; with collectives, also a buffer for the gathered sums, a view, the collective
+# and the total.
 SHARES = MESSAGE == EXCHANGE
 FORWARD, BACKWARD = Pass(4 if SHARES else 6, PACKED, 1), Pass(2 if SHARES else 6, SUMS, 1)
-# Large groups send float64: stats, merge, normalize; by collectives also the collective.
+# Large groups send float64: stats, merge, normalize; with collectives, also the collective.
 LARGE = FORWARD._replace(ops=3 if SHARES else 4, payload=8 * (2 * CHANNELS + 7))
 LARGE_BACKWARD = BACKWARD._replace(ops=2 if SHARES else 3)
 

@@ -55,7 +55,7 @@ class Model(nn.Module):
         no_gradient_for: name of a layer whose input does not require a gradient.
         raises_in_backward: name of a layer whose backward pass raises.
         has_grad: whether layers are called with gradients enabled.
-        calls: replacements for calls of layers: functions of the layer and its input, by name.
+        calls: by layer name, functions of a layer and its input that replace its calls.
     """
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ import torch
 
 from bagua_syncbn.ops import header_sums_of
 
-CHANNELS = 260  # more than a CUDA block has threads
+CHANNELS = 260  # more channels than a CUDA block has threads
 HEADER = [5, 2**24 - 1, 0]  # kind of layer, options, call
 FULL = 2**36 - 1  # fingerprint with all bits set
 INVALID_COUNTS = [(torch.nan, 0), (-1, 0), (0.5, 0), (2.0**24, 0), (0, 2.0**30)]
