@@ -96,8 +96,8 @@ def sync_batch_norm(
         momentum: weight of the new batch statistics in the running statistics; None for a cumulative average, which
             requires ``num_batches_tracked``.
         eps: :math:`\epsilon`, added to the variance. At least 0; above 0 in training.
-        process_group: ranks to synchronize with. None for the default group of the job, or for this process if no job
-            runs; a :class:`torch.distributed.ProcessGroup`; a ``BaguaProcessGroup``; a description that
+        process_group: ranks to synchronize with. None for the job's default group, or for this process if no job runs;
+            a :class:`torch.distributed.ProcessGroup`; a ``BaguaProcessGroup``; a description that
             :func:`~bagua_syncbn.sync_group` takes; or a :class:`~bagua_syncbn.communicators.Communicator`.
         num_batches_tracked: scalar, any integer or float dtype. Incremented in place with the running statistics.
         eps_mode: ``"plus"``; or ``"clamp"`` to divide by :math:`\sqrt{\max(\mathrm{Var}[x], \epsilon)}`, where
@@ -106,18 +106,18 @@ def sync_batch_norm(
         skip_nonfinite: whether to skip the update of the buffers if the batch statistics are infinite or NaN, as in a
             step that ``GradScaler`` skips. Decided on the device.
         layer: calling module. Activation checkpointing matches recomputed calls by module and order; all calls without
-            a module count as calls of one module.
+            a module are treated as calls of one module.
         activation: ``"relu"``, ``"relu6"``, ``"leaky_relu"``, ``"elu"``, ``"silu"``, ``"gelu"``, ``"gelu_tanh"``,
             ``"hardswish"``, ``"sigmoid"`` or ``"tanh"``, see :mod:`torch.nn.functional`; a pair with the slope of
             ``leaky_relu`` or the alpha of ``elu``, such as ``("leaky_relu", 0.2)``; a module such as ``nn.ReLU()``; or
             None.
         residual: :math:`r`, (N, C, \*), same dtype and device as ``input``, in any memory format; or None.
-        mask: bool, broadcastable to (N, 1, \*). True for positions that count for the statistics. The other positions
-            are normalized with the same statistics. Ranks may differ in whether they pass a mask, and all positions of
-            a rank may be masked. A mask with fewer dimensions is refused if its first dimension has size N, because it
+        mask: bool, broadcastable to (N, 1, \*). True for positions that the statistics include. All other positions are
+            normalized with the same statistics. Ranks may differ in whether they pass a mask, and all positions of a
+            rank may be masked. A mask with fewer dimensions is rejected if its first dimension has size N, because it
             could be samples.
-        lengths: (N), integers, instead of ``mask``: number of positions that count along the last dimension of an
-            ``input`` with at least 3 dimensions. On CUDA, values are not checked but clamped to the dimension.
+        lengths: (N), integers, instead of ``mask``: number of valid positions along the last dimension of an ``input``
+            with at least 3 dimensions. On CUDA, values are not checked but clamped to the dimension.
         zero_masked: whether output and gradient are 0 at masked positions, even if the input is NaN there.
 
     Returns:

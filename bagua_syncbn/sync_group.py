@@ -12,8 +12,8 @@ def sync_group(process_group: Any) -> Any:
 
     All ranks of the job must take part in the first use of a description, which creates the groups. First
     uses of several descriptions must be in the same order on all ranks. A first use is this call or the first training
-    forward of a layer. This call also makes the layers' group, a second group of the same ranks, so that your messages
-    do not interfere with theirs.
+    forward of a layer. This call also creates the layers' group, a second group with the same ranks, so that your
+    messages do not interfere with the layers' messages.
 
     Args:
         process_group: an int for that many consecutive ranks, ``"node"`` for the ranks of this host, a list of lists of

@@ -30,7 +30,7 @@ _IGNORED = ("_bagua_params_and_buffers_to_ignore", "_ddp_params_and_buffers_to_i
 def with_bagua(
     module: _Module, optimizers: Sequence[Optimizer], algorithm: Any = None, process_group: Any = None
 ) -> _Module:
-    """Makes ``module`` data parallel in place, by the engine that runs the job: Bagua or torch.
+    """Makes ``module`` data parallel in place, with the engine that runs the job: Bagua or torch.
 
     - Bagua (after ``bagua.torch_api.init_process_group()``): broadcasts the buffers of the group's first rank and calls
       ``module.with_bagua(optimizers, algorithm, process_group)``.
@@ -50,8 +50,8 @@ def with_bagua(
         module: the converted model, on the device to train on.
         optimizers: the module's optimizers.
         algorithm: how to exchange gradients: an algorithm object, class or registered name of Bagua. ``"qadam"`` needs
-            a QAdamOptimizer in ``optimizers``. None means ``"gradient_allreduce"``. Without Bagua there is only this
-            algorithm: the name, or a ``GradientAllReduceAlgorithm`` with ``average=True`` of Bagua or
+            a QAdamOptimizer in ``optimizers``. None means ``"gradient_allreduce"``. Without Bagua, this is the only
+            algorithm: pass its name, or a ``GradientAllReduceAlgorithm`` with ``average=True`` from Bagua or
             :mod:`bagua_syncbn.contrib.algorithms`.
         process_group: the ranks to train together: a :class:`torch.distributed.ProcessGroup`; in a Bagua job also a
             ``BaguaProcessGroup``; otherwise also a description for :func:`~bagua_syncbn.sync_group` (all ranks of the
@@ -131,7 +131,7 @@ def _train_with_bagua(
 
 
 def _replicate(module: nn.Module, optimizers: list[Optimizer], process_group: Any) -> None:
-    """Makes ``module`` data parallel by torch's composable DistributedDataParallel (no wrapper module)."""
+    """Makes ``module`` data parallel with torch's composable DistributedDataParallel (no wrapper module)."""
     _composable.replicate(module, process_group=process_group)
     # Initialize here instead of in the first forward, torch's default, which ranks may reach at different times.
     _composable.replicate.state(module).lazy_init()

@@ -29,7 +29,7 @@ _COLORS = {
     "red": ("#c2410c", "#f2784b"),
 }
 COLORS = {name: light for name, (light, _) in _COLORS.items()}
-_FONT = "DejaVu Sans"  # matplotlib places text by the metrics of this font
+_FONT = "DejaVu Sans"  # matplotlib positions text with this font's metrics
 _STYLE = {
     "font.sans-serif": [_FONT],
     "font.size": 11,

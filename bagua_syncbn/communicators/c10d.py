@@ -209,7 +209,7 @@ def leave(group: Any, why: str) -> None:
     """Ends peers' waits in collectives of ``group``."""
     store = _stores.get(group)
     if store is not None:
-        with suppress(RuntimeError):  # the store ends with the rank that hosts it
+        with suppress(RuntimeError):  # the store disappears with the rank that hosts it
             store.compare_set("left", "", why)
 
 
@@ -233,7 +233,7 @@ def is_alive(group: Any) -> bool:
 
 
 def end_with(group: Any, part: Any) -> None:
-    """Destroys the group ``part`` when ``group`` ends; otherwise, torch would keep it alive."""
+    """Destroys the group ``part`` when ``group`` is destroyed; otherwise, torch would keep it alive."""
     finalize(group, _destroy, ref(part)).atexit = False  # type: ignore[misc]  # the job ends all groups
 
 

@@ -20,7 +20,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Job:
-    """Creates groups and agrees on descriptions in a torch.distributed job, which ends with the default group."""
+    """Creates groups and agrees on descriptions in a torch.distributed job, which ends when its default group is
+    destroyed."""
 
     def __init__(self, world: Any) -> None:
         self._world: Any = ref(world)
@@ -67,8 +68,8 @@ class Job:
     def layers_communicator(self, rule: Rule, given: Any = None) -> TorchCommunicator:
         """Returns the communicator of a group that only layers use; members create it at the first use.
 
-        Each ``given`` group has its own communicator, which ends with the group and has the same backend and timeout.
-        By default, these are the job's.
+        Each ``given`` group has its own communicator, which has the group's backend and timeout and is destroyed with
+        it. By default, these are the job's.
 
         Raises:
             ValueError, RuntimeError: as :meth:`ranks_of`; or some members did not arrive within the timeout of the job,

@@ -94,7 +94,7 @@ class Meeting:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         if kind is not None and self.store is not None:
-            with suppress(RuntimeError):  # the store ends with the rank that hosts it
+            with suppress(RuntimeError):  # the store disappears with the rank that hosts it
                 self.store.compare_set("left", "", f"rank {self._rank} left with {kind.__name__}")
         if isinstance(error, RuntimeError):
             raise RuntimeError(f"first use of {self._what} failed: {error}") from error

@@ -28,7 +28,7 @@ def synchronized_class(cls: type[nn.Module]) -> type[SyncBatchNorm]:
     if issubclass(cls, SyncBatchNorm):
         return cls
     if cls is nn.SyncBatchNorm:
-        # No subclass of nn.SyncBatchNorm, which DistributedDataParallel refuses on CPU.
+        # Not a subclass of nn.SyncBatchNorm, which DistributedDataParallel rejects on CPU.
         return replacing_class(cls, SyncBatchNorm)
     if _is_on_top(cls):
         return cast(type[SyncBatchNorm], _rebased(cls, synchronized_class(cls.__bases__[-1])))
@@ -69,7 +69,7 @@ def _namespace(cls: type[nn.Module]) -> dict[str, Any]:
 
 
 class _WithoutTorchsSync(type):
-    """Metaclass that leaves ``nn.SyncBatchNorm`` out of the bases: DistributedDataParallel refuses it on CPU."""
+    """Metaclass that leaves ``nn.SyncBatchNorm`` out of the bases: DistributedDataParallel rejects it on CPU."""
 
     def mro(cls) -> list[type]:
         return [base for base in super().mro() if base is not nn.SyncBatchNorm]

@@ -29,7 +29,7 @@ class Finding(NamedTuple):
     """All names that the module has in the model; ``[""]`` for the model itself."""
     module: nn.Module
     action: Action
-    """``"converted"``, also for a synchronized layer; ``"skipped"``; or ``"refused"``, for which conversion raises."""
+    """``"converted"`` (also if already synchronized), ``"skipped"``, or ``"refused"`` (conversion raises an error)."""
     reason: str
     target: type[SyncBatchNorm] | None = None
     """New class of a converted module."""

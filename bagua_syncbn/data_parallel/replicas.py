@@ -70,7 +70,7 @@ class Replicas:
         self._sent: dict[int, Sent] = {}
         self._results: dict[int, Sent] = {}
         self._running: set[int] = set()
-        self._ended = [0] * size  # passes per replica; the next pass may begin before peers end this pass
+        self._ended = [0] * size  # passes per replica; the next pass may begin before peers finish this pass
 
     def watch(self, rank: int, module: nn.Module) -> None:
         """Makes each call of ``module`` and its hooks a pass of replica ``rank``; peers that still wait then raise."""

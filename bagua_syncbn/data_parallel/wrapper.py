@@ -75,7 +75,7 @@ class DataParallelWithCallback(nn.DataParallel):  # type: ignore[type-arg]
         return replicas
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]) -> Any:
-        """Returns the arguments of each replica: tensors in chunks, anything else unchanged."""
+        """Returns each replica's arguments: chunks of tensors, and all other values unchanged."""
         if not self._shares_devices:
             return super().scatter(inputs, kwargs, device_ids)
         size, arguments = len(device_ids), (inputs, kwargs or {})
@@ -91,7 +91,7 @@ class DataParallelWithCallback(nn.DataParallel):  # type: ignore[type-arg]
         return tuple(zip(*parts, strict=True))
 
     def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
-        """Calls each replica in a thread. Raises the first error when all threads have ended."""
+        """Calls each replica in a thread. Raises the first error after all threads have finished."""
         try:
             if not self._shares_devices:
                 return super().parallel_apply(replicas, inputs, kwargs)

@@ -42,13 +42,13 @@ class Repeatable:
     A repetition may run in a different thread. Regions may be nested if the inner one is created inside the outer one.
 
     ``torch.utils.checkpoint`` is recognized and needs no Repeatable. Code with custom recomputation creates an
-    object for each pass; a repetition outside of a region counts as a new forward pass.
+    object for each pass; a repetition outside of a region is treated as a new forward pass.
 
     Calling the object with a function returns the function wrapped to run inside the region.
 
     Raises:
-        RuntimeError: the region is entered for a second first run, that is, outside of a backward pass while gradients
-            are disabled, or were enabled the first time; or it is repeated inside a repetition of an outer region that
+        RuntimeError: the region is entered for a second first run (outside of a backward pass while gradients are
+            disabled, or were enabled the first time), or is repeated inside a repetition of an outer region that
             contains its first run.
 
     Example::

@@ -93,7 +93,7 @@ def _notify(communicator: TorchCommunicator, history: CallHistory, name: str, er
     if record is not None and record.kind.value and not at_once:  # peers may have stopped sending
         return
     what = f"{type(error).__name__} in {name}, call {history.calls + 1}"
-    history.failure = what  # set first, because an interrupt may end this function
+    history.failure = what  # set first, because an interrupt may abort this function
     if history.sending is not None:  # peers may expect this message or the next
         leave(communicator, what, error)
         return
@@ -103,7 +103,7 @@ def _notify(communicator: TorchCommunicator, history: CallHistory, name: str, er
 
 
 def leave(communicator: Communicator, what: str, error: BaseException) -> None:
-    """Makes waiting ranks raise, because ``error`` ended a call of this rank, which sends no more messages."""
+    """Makes waiting ranks raise, because ``error`` interrupted this rank's call, and it sends no more messages."""
     if isinstance(communicator, TorchCommunicator):
         communicator.leave(f"rank {communicator.rank} has left the group: {type(error).__name__} in the {what}")
 

@@ -215,7 +215,7 @@ def note_compilation(group_name: str | None, ranks: int, kind: str, sums: bool, 
 
 @exchange_makers.register
 def compared_exchange(call: Call, options: Options, communicator: Communicator) -> Callable[[], Exchange]:
-    """Returns a function that makes exchanges for ``call`` and later calls with the same cache key."""
+    """Returns a function that creates exchanges for ``call`` and later calls with the same cache key."""
     if torch.compiler.is_compiling():
         exchange = CompiledExchange(call, options, communicator)
         return lambda: exchange

@@ -44,8 +44,8 @@ def merge_statistics(module: nn.Module, process_group: Any = None, *, weight: fl
     batches of all ranks. Layers without running statistics and frozen layers (:func:`freeze_statistics`) are skipped.
 
     Args:
-        module: the model, wrapped or not, in any mode, with synchronized or torch's layers. All ranks make the call,
-            with the same layer names and numbers of channels.
+        module: the model, wrapped or not, in any mode, with synchronized or torch's layers. All ranks must make the
+            call, with the same layer names and numbers of channels.
         process_group: the ranks to merge, as for :func:`sync_batch_norm`; None for the whole job.
         weight: weight of a batch of this rank, for example the number of samples if batch sizes differ.
 
@@ -113,7 +113,7 @@ def merged_over_ranks(
     """Returns each layer's moments over all ranks, given this rank's ``own`` moments by layer name.
 
     Raises:
-        RuntimeError: a peer calls anything but ``what``, or has different layers; a result is not finite.
+        RuntimeError: a peer makes a call other than ``what``, or has different layers; a result is not finite.
     """
     merged, sizes = dict(own), {name: moments.mean.numel() for name, moments in own.items()}
     layout = zlib.crc32(repr(list(sizes.items())).encode())

@@ -22,7 +22,7 @@ Received: TypeAlias = tuple[Tensor, int, Tensor | None, int]
 
 
 class Exchange:
-    """Sends the messages of a call between the ranks of a communicator. This class trusts all ranks to make the same
+    """Sends the messages of a call between the ranks of a communicator. This class assumes that all ranks make the same
     call.
 
     Args:
@@ -68,7 +68,7 @@ exchange_makers: Registry[Callable[[Call, Options, Communicator], Callable[[], E
 
 
 def exchange_of(call: Call, options: Options, communicator: Communicator) -> Callable[[], Exchange]:
-    """Returns a function that makes the exchange of ``call``, and of later calls with the same cache key."""
+    """Returns a function that creates the exchange for ``call``, and for later calls with the same cache key."""
     if communicator.size > 1:
         for make in exchange_makers:
             found = make(call, options, communicator)

@@ -39,7 +39,7 @@ def is_transforming() -> bool:
     return not torch.compiler.is_compiling() and (has_transforms() or level_of_duals() >= 0)
 
 
-# Returns the tensor, or the tensor inside a wrapper that an ended transform left behind.
+# Returns the tensor, or the tensor inside a wrapper that a finished transform left behind.
 unwrapped: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.unwrap_if_dead
 
 
@@ -70,7 +70,7 @@ def outside_of_modes() -> Iterator[None]:
         yield
 
 
-# Exceptions that end a forward without an error: a checkpoint has recomputed all its tensors, or torch.fx traces.
+# Exceptions that stop a forward without an error: a checkpoint has recomputed all its tensors, or torch.fx is tracing.
 NO_ERRORS: tuple[type[Exception], ...] = (TraceError, getattr(checkpoint, "_StopRecomputationError", TraceError))
 _dispatch_modes: Callable[[], list[Any]] = getattr(_python_dispatch, "_get_current_dispatch_mode_stack", list)
 _selective_modes = tuple(

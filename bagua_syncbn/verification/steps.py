@@ -85,7 +85,8 @@ class Comparison:
 
 
 def first_difference(ranks: Peers, pairs: Pairs) -> str:
-    """Describes the first pair that differs on any rank, where it differs most; empty if all pairs are equal."""
+    """Describes the first pair that differs on any rank, on the rank with the largest error; empty if all pairs are
+    equal."""
     return min(ranks.gather(_first_difference(pairs, ranks.rank)))[2]
 
 

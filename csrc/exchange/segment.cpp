@@ -172,7 +172,7 @@ void Segment::sleep(const std::function<bool()>& is_interrupted) {
       const uint32_t found = slot.sequence.load(std::memory_order_seq_cst);
       if (found != sequence && peer.has_left.load(std::memory_order_acquire) == 0) futex_wait(slot.sequence, found);
       slot.sleepers.fetch_sub(1, std::memory_order_relaxed);
-      // Both are read before the sequence number, because a rank may end or leave right after its last message.
+      // Both are read before the sequence number, because a rank may exit or leave right after its last message.
       const bool has_left = peer.has_left.load(std::memory_order_acquire) != 0;
       struct flock lock = lock_of(rank);
       const bool is_locked = fcntl(descriptor_, F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;

@@ -9,7 +9,7 @@
 //
 // The memory has no name in any file system, so it disappears with the processes: peers open the file descriptor of
 // rank 0 through /proc. Each rank holds a record lock on one byte of the file. The kernel releases the lock when the
-// process ends, and forked children do not inherit it.
+// process exits, and forked children do not inherit it.
 #pragma once
 
 #include <cstdint>
@@ -41,7 +41,7 @@ struct Message {
 struct Options {
   double seconds = 0;   // timeout of sleep()
   bool spins = false;   // whether poll() spins, which pays off only if each rank has a core
-  bool watches = true;  // whether sleep() detects ranks that ended; false if ranks are threads
+  bool watches = true;  // whether sleep() detects ranks that exited; false if ranks are threads
 };
 
 struct RankState;
@@ -64,7 +64,7 @@ class Segment {
 
   // Returns whether the next message of every rank is here. Spins for a short time.
   bool poll() const;
-  // Waits for it. Raises if a rank ended, left or is late, or if `is_interrupted`, called ten times a second, returns
+  // Waits for it. Raises if a rank exited, left or is late, or if `is_interrupted` (called ten times a second) returns
   // true. After an error, this rank has left.
   void sleep(const std::function<bool()>& is_interrupted);
   // Writes the messages, or their sum in rank order, to `target`, after poll() or sleep(). Raises if they differ.

@@ -235,7 +235,7 @@ def install():
 
     # In a thread, because these processes may not have children (which could outlive them).
     communication.start_autotune_server = start_autotune_thread
-    # Bagua's functions refuse tensors on torch.device("cpu").
+    # Bagua's functions reject tensors on torch.device("cpu").
     communication.torch = SimpleNamespace(**vars(torch) | {"device": lambda *_: None})
     ours._device = lambda: torch.device("cpu")
 

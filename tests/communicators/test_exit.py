@@ -79,7 +79,7 @@ def test_the_layers_group_ends_with_its_given_group(fails):
     use_groups(2, fails, kept)
     before, deadline = held(), time.monotonic() + 60
     use_groups(5, fails, kept)
-    while sum(held()) > sum(before) and time.monotonic() < deadline:  # threads may take a moment to end
+    while sum(held()) > sum(before) and time.monotonic() < deadline:  # threads may take a moment to exit
         time.sleep(0.05)
     assert sum(held()) <= sum(before), f"{held()} descriptors and threads, after {before}"
 

@@ -130,7 +130,7 @@ def wrapped():
     return layer
 
 
-# Refused last layers of a model: the refusing function, the layer and the error.
+# Functions that reject a model because of its last layer, that layer, and the error.
 REFUSED = [
     (partial(convert_sync_batchnorm, process_group=1), partial(FixedGroup, 2), AttributeError, "process_group"),
     (convert_sync_batchnorm, scripted, TypeError, "RecursiveScriptModule '1'; convert, then script"),

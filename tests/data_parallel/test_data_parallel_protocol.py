@@ -160,7 +160,7 @@ class InAStream(nn.Module):
 @pytest.mark.parametrize("inner", [lambda layer: layer, InAStream])
 @pytest.mark.parametrize("place", GPU_PLACES)
 def test_replicas_wait_for_side_streams_of_the_caller_and_of_each_other(place, inner):
-    # A wait in a stream makes a missing synchronization visible. Copies from the host are done before this wait.
+    # A wait in a stream reveals a missing synchronization. Copies from the host are done before this wait.
     expected = nn.Sequential(nn.BatchNorm2d(3, affine=False), nn.Tanh()).double()
     actual = nn.Sequential(SynchronizedBatchNorm2d(3, affine=False), nn.Tanh()).double()
     actual = parallel(nn.Sequential(inner(actual)), place, 2)

@@ -108,7 +108,7 @@ def test_waits_end_at_the_groups_timeout(places):
     took = time.monotonic() - begin
     assert took < 60
     assert took > 1.9 or "did not come within" not in told or places == "aabb"
-    dist.barrier()  # no rank ends before its peers raise
+    dist.barrier()  # no rank exits before its peers raise
     if rank == 2 or (rank < 2 and places == "aaaa"):
         assert "rank 3 of the group did not come within the timeout" in told or "has left it" in told
     elif rank < 2:

@@ -155,7 +155,7 @@ def train_on_gpu(layout, splits):
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("splits", [(4, 4), (5, 0, 2)], ids=str)
 def test_ranks_that_share_the_gpu(pool, splits, layout):
-    """Over gloo, because NCCL refuses two ranks on one device."""
+    """Over gloo, because NCCL does not allow two ranks on one device."""
     results = pool.run(train_on_gpu, len(splits), layout, splits)
     torch.manual_seed(0)
     batch, grad_output = torch.randn(2, sum(splits), 6, 20, 20).double()

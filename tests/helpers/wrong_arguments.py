@@ -1,4 +1,4 @@
-"""Calls of the ops with an invalid argument, which every implementation refuses by name."""
+"""Calls of the ops with an invalid argument, for which every implementation raises an error that names it."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -36,7 +36,7 @@ def test_third_derivatives_equal_one_process(pool, splits):
 
 
 def shared_weight(normalized, weight):
-    """Returns first and second derivatives by a weight that the input of the layer depends on."""
+    """Returns first and second derivatives with respect to a weight that the layer's input depends on."""
     (grad,) = torch.autograd.grad(normalized.sin().sum(), weight, create_graph=True)
     return grad.detach(), torch.autograd.grad(grad.square().sum(), weight)[0]
 

@@ -13,7 +13,7 @@ inline Vec<float> fused_multiply_add(Vec<float> a, Vec<float> b, Vec<float> c) {
 }
 #else
 #if !defined(__FP_FAST_FMAF)
-__attribute__((noinline))  // inlined calls of the C library would be most of the loops' code
+__attribute__((noinline))  // inlined calls of the C library would make up most of the loops' code
 #endif
 Vec<float> fused_multiply_add(Vec<float> a, Vec<float> b, Vec<float> c) {
   for (int i = 0; i < kWidth<float>; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
@@ -61,7 +61,7 @@ inline Vec<float> clamp(Vec<float> x, float low, float high) {  // keeps NaN
 }
 
 inline Vec<float> exp_of(Vec<float> x) {
-  const Reduced reduced(clamp(x, -104.0f, 89.0f));  // beyond both ends of float's range
+  const Reduced reduced(clamp(x, -104.0f, 89.0f));  // beyond the range of float on both sides
   const LaneMask<float> half = reduced.k >> 1;
   return (reduced.expm1 + 1.0f) * power_of_two(half) * power_of_two(reduced.k - half);
 }
@@ -101,7 +101,7 @@ inline Vec<float> normal_cdf(Vec<float> z) {
   return z > 0.0f ? 1.0f - tail : tail;
 }
 
-// Not inlined: they would be most of the loops' code.
+// Not inlined: they would make up most of the loops' code.
 #define BAGUA_SYNCBN_OF_DOUBLES(name, function)                     \
   __attribute__((noinline)) Vec<double> name(Vec<double> x) {       \
     for (int i = 0; i < kWidth<double>; ++i) x[i] = function(x[i]); \

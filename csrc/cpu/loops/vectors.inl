@@ -70,7 +70,7 @@ inline Bits16 stored(Vec<float> v, HalfBits) {
   return (Bits16)BAGUA_SYNCBN_MM(cvtps_ph)(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 #else
-// Not inlined: they would be most of the loops' code.
+// Not inlined: they would make up most of the loops' code.
 __attribute__((noinline)) Vec<float> widen(const HalfBits* p) {
   Vec<float> v;
   for (int i = 0; i < kWidth<float>; ++i) v[i] = c10::detail::fp16_ieee_to_fp32_value(p[i].bits);
