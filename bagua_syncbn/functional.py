@@ -222,7 +222,7 @@ _MOST_CACHES = 256
 
 
 def checks_of(call: Call) -> CallCache:
-    """Returns the results of the checks of ``call``, cached if an equal call was checked before.
+    """Returns the results of the checks of ``call``, cached if an equal call has already been checked.
 
     The key contains everything that affects checks and the choice of the exchange, except for values.
 

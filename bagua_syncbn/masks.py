@@ -44,7 +44,7 @@ def mask_size(input: Tensor) -> list[int]:
 
 def broadcasts(shape: torch.Size, size: list[int]) -> bool:
     """Returns whether a tensor of ``shape`` broadcasts to ``size``."""
-    # Not `dim in (1, expected)`: torch.compile takes that for false if `dim` is constant and `expected` is symbolic.
+    # Not `dim in (1, expected)`: torch.compile evaluates that to False if `dim` is constant and `expected` is symbolic.
     ends = zip(reversed(shape), reversed(size), strict=False)
     return len(shape) <= len(size) and all(dim == 1 or dim == expected for dim, expected in ends)
 

@@ -23,7 +23,7 @@ def sync_group(process_group: Any) -> Any:
         A :class:`torch.distributed.ProcessGroup`: the default group if it has the same ranks. None without a job.
 
     Raises:
-        TypeError: ``process_group`` is of another kind.
+        TypeError: ``process_group`` has a different type.
         ValueError: the number does not divide the job's ranks; the lists do not contain each rank of the job exactly
             once; ranks have different descriptions.
 

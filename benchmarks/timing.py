@@ -75,7 +75,8 @@ def plan(workload: Workload, job: dict[str, Any], timer: Timer = host_seconds) -
 
 
 def run(workload: Workload, chosen: Plan, timer: Timer = host_seconds) -> list[Round]:
-    """Runs the rounds, every other round in reverse order, to vary which function ran (and filled the cache) before."""
+    """Runs the rounds, with every other round in reverse order, so that a function does not always follow the same
+    function."""
     names = list(workload)
     for order in (names, names[::-1]):
         run_round(workload, order, chosen.calls, timer)

@@ -73,8 +73,8 @@ BAGUA_SYNCBN_HOST_DEVICE void pack_moments(void* packed, int64_t channels, int64
   }
 }
 
-// Computes mean and variance of channel `c` from sums over all ranks. `inverse`: 1 / count. The subtraction may give a
-// negative variance, which becomes 0. NaN stays NaN.
+// Computes mean and variance of channel `c` from sums over all ranks. `inverse`: 1 / count. Rounding in the subtraction
+// may give a negative variance, which is replaced by 0. NaN stays NaN.
 BAGUA_SYNCBN_HOST_DEVICE inline void unpack_moments(const double* sums, int64_t channels, int64_t c, double inverse,
                                                     double& mean, double& var) {
   mean = sums[c] * inverse;

@@ -133,8 +133,8 @@ def communicator_of(rule: Rule, given: Any) -> Communicator:
         return LOCAL
     communicator = _communicators.get(ranks)
     if communicator is None:
-        # Bagua's constructor waits for all members with the GIL held. The scheduler's thread needs the GIL, and a
-        # peer may wait for this scheduler before it gets here.
+        # Bagua's constructor holds the GIL while it waits for all members. But the scheduler's thread needs the GIL,
+        # and a peer may wait for this scheduler before it calls the constructor, so members wait here first.
         with running_job().meeting(f"bagua {ranks}", ranks, text_of(rule)) as meeting:
             meeting.exchange()
             communicator = _communicators[ranks] = BaguaCommunicator(_make_group(ranks))
@@ -210,7 +210,7 @@ def _backend_tensor(tensor: Tensor) -> Any:
     """Returns a Bagua handle for ``tensor``; it keeps a view of the tensor alive."""
     view: Any = tensor.to_bagua_tensor()  # type: ignore[attr-defined]
     handle = view.bagua_backend_tensor()
-    # View and handle hold each other, the handle in Rust, invisible to the garbage collector: this line keeps
-    # sent tensors from staying in memory.
+    # View and handle reference each other, the handle in Rust, invisible to the garbage collector. This line prevents a
+    # leak of sent tensors.
     del view._bagua_backend_tensor
     return handle

@@ -16,8 +16,8 @@ def patch_torch_converter() -> "TorchConverterPatch":
     """Makes trainers that call torch's converter, or build torch's layer, use this package.
 
     ``torch.nn.SyncBatchNorm.convert_sync_batchnorm`` becomes :func:`convert_sync_batchnorm`, with torch's arguments,
-    and ``torch.nn.SyncBatchNorm(...)`` or a subclass constructs a :class:`SyncBatchNorm`. The class itself
-    is changed, so code that imported it earlier uses the patch too. As in every conversion, ``isinstance(layer,
+    and ``torch.nn.SyncBatchNorm(...)`` or a subclass constructs a :class:`SyncBatchNorm`. The class itself is changed,
+    so code that imported it earlier also uses the patch. As in every conversion, ``isinstance(layer,
     torch.nn.SyncBatchNorm)`` is False.
 
     The patch applies to all threads, until ``undo()`` or the end of the ``with`` statement. Patches may be nested;

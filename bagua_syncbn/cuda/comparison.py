@@ -38,7 +38,7 @@ def check_kernels(input: Tensor) -> bool:
             return False
         raise RuntimeError(
             f"the first call with {input.dtype} on {input.device} compares kernels, which is impossible while a graph "
-            "is captured; call the layer once before"
+            "is captured; call the layer once first"
         )
     check_kernels_on(*key)
     _checked.add(key)

@@ -111,7 +111,7 @@ class _Run:
         """Returns ``make()``, the normalization of ``call``; in a repetition, the normalization of the first run.
 
         Raises:
-            RuntimeError: the first run made fewer calls of the layer, or the checkpoints of this torch are unknown.
+            RuntimeError: the first run made fewer calls of the layer, or this torch's checkpoints are not supported.
         """
         if not has_known_checkpoints:
             raise_if_under_unknown_checkpoint()

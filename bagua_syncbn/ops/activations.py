@@ -86,7 +86,7 @@ def activation_of(activation: str | tuple[str, float] | nn.Module | None) -> Act
     """Parses the activation of a layer: a name, a name and a parameter, or one of torch's modules.
 
     Raises:
-        TypeError: ``activation`` has another type.
+        TypeError: ``activation`` has a different type.
         ValueError: the name is unknown, or the parameter is not finite or not expected.
     """
     if activation is None or type(activation) is Activation:

@@ -57,7 +57,7 @@ def fill(values: Tensor, numbers: Iterable[int]) -> None:
 def record(fault: Tensor | None, happened: Tensor, values: Sequence[Tensor]) -> None:
     """Writes ``values`` to the fault record if a fault ``happened`` and the record is empty.
 
-    On CUDA the read and the write are separate: a fault that the host clears in between is written again.
+    On CUDA the read and the write are separate: if the host clears a fault in between, it is written again.
     """
     if fault is None:
         return

@@ -59,7 +59,7 @@ def freeze_statistics(module: _Module, filter: Filter | None = None, *, paramete
         if not isinstance(layer, SyncBatchNorm):
             raise TypeError(f"module: {where} is not synchronized; call convert_sync_batchnorm, or skip it by filter")
         if isinstance(layer, LazyModuleMixin):
-            raise TypeError(f"module: {where} is lazy and uninitialized; call the model once before")
+            raise TypeError(f"module: {where} is lazy and uninitialized; call the model once first")
         if layer.running_mean is None or layer.running_var is None:
             raise ValueError(f"module: {where} has no running statistics; skip it by filter")
     if parameters:

@@ -109,7 +109,7 @@ class _Normalize(torch.autograd.Function):
                 compute_one = partial(differentiable_batch_norm, norm=norm, gather=lambda _: statistics)
                 compute = lambda rows: [compute_one(*rows[0])]  # noqa: E731
                 return *gradients_of(compute, [grad_output], [row], needs[:4], norm.options), None
-            ctx.recipes = None  # all operations that save the output ran before
+            ctx.recipes = None  # every operation that saves the output has already run
             if masking is not None and masking.zeroes:
                 # No gradient passes through the zeros, even if input or residual hold NaN there.
                 grad_output, input = masking.clear(grad_output), masking.clear(input)

@@ -51,7 +51,7 @@ def observe_checkpoints(region: Callable[[], Any]) -> None:
     forward = checkpoint.CheckpointFunction.forward
 
     def observed_forward(ctx: Any, run_function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        """Runs the function with use_reentrant=True; backward calls the same wrapped function again."""
+        """Runs the function with use_reentrant=True; backward calls the same wrapped function."""
         return forward(ctx, region()(run_function), preserve_rng_state, *args)
 
     checkpoint._checkpoint_hook = ObservedHook  # type: ignore[misc]

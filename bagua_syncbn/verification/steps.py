@@ -146,7 +146,7 @@ def _gradient(tensor: Tensor) -> Tensor:
 def local_functions(*modules: Any) -> Iterator[None]:
     """Context manager in which the functions of ``modules`` do not synchronize, regardless of ``process_group``."""
     for module in modules:
-        module.spec_of = lambda _: spec_of(LOCAL)  # in all threads, because replicas call functions too
+        module.spec_of = lambda _: spec_of(LOCAL)  # in all threads, because replicas also call functions
     try:
         yield
     finally:

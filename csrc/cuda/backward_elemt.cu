@@ -27,8 +27,8 @@ __global__ void __launch_bounds__(kThreads, Traits::resident())
     if (kMasked) batch.read_mask();
   };
   load();
-  // The first threads each check a pair of words, to detect ranks that sent different headers. This load completes
-  // together with those of the factors and the first batch.
+  // The first threads each check a pair of words, to detect ranks that sent different headers. The result arrives
+  // together with the factors and the first batch.
   const A* const header = static_cast<const A*>(arguments.sums) + 2 * (plan.channels + thread_index());
   const bool checks = 2 * thread_index() < arguments.header_size;
   const A sum = checks ? header[0] : A(0), squares = checks ? header[1] : A(0);

@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kThreads, Traits::resident())
     batch.read_mask();
   };
   load();
-  NormalizeFactors<A> factors[kLanes] = {};  // loads complete with those of the first batch
+  NormalizeFactors<A> factors[kLanes] = {};  // arrives together with the first batch
   share_factors<Traits>(factors, batch, [&](int64_t c) { return NormalizeFactors<A>(arguments.factors, c); });
   Sums<A, kLanes> sums{};
   while (batch.any) {

@@ -12,7 +12,7 @@ Support load_kernels(int32_t device) {
     cudaFuncAttributes attributes;
     if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, kernel);
   }
-  cudaGetLastError();  // clears the error, so that torch does not report it too
+  cudaGetLastError();  // clears the error, so that torch does not also report it
   switch (error) {
     case cudaErrorInsufficientDriver:
       return Support::kOldDriver;

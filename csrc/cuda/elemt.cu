@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kThreads, Traits::resident())
     if (kActivates && residual != nullptr) residuals.load(residual, batch);
   };
   load();
-  NormalizeFactors<A> factors[Traits::kLanes];  // loads complete with those of the first batch
+  NormalizeFactors<A> factors[Traits::kLanes];  // arrives together with the first batch
   share_factors<Traits>(factors, batch, [&](int64_t c) { return NormalizeFactors<A>(tensors, c); });
   while (batch.any) {
 #pragma unroll(Traits::kUnroll)

@@ -13,7 +13,7 @@ namespace bagua_syncbn::cuda {
 
 inline void expect_success(cudaError_t error) {
   if (error == cudaSuccess) return;
-  cudaGetLastError();  // clears the error, so that torch does not report it too
+  cudaGetLastError();  // clears the error, so that torch does not also report it
   expect(false, cudaGetErrorString(error));
 }
 

@@ -19,7 +19,7 @@ constexpr int kWarp = 32;
 // integer holds a bit for each value.
 constexpr int kVectorBytes = 16;
 // Row bytes per interleaved block: a cache line. In reductions half a line, which memory still delivers at full speed:
-// more threads share a channel, and fewer parts remain to be merged.
+// more threads share a channel, so fewer parts need to be merged.
 constexpr int kLineBytes = 128;
 constexpr int kReducedBytes = 64;
 

@@ -62,7 +62,7 @@ class Segment {
   void publish(const Message& message, const void* payload);
   bool has_pending() const { return published_ != collected_; }
 
-  // Returns whether the next message of every rank is here. Spins for a short time.
+  // Returns whether every rank's next message has arrived. Spins for a short time.
   bool poll() const;
   // Waits for it. Raises if a rank exited, left or is late, or if `is_interrupted` (called ten times a second) returns
   // true. After an error, this rank has left.

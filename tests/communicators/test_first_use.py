@@ -48,8 +48,8 @@ KINDS = {
 
 
 def first_uses(store, room, *kinds):
-    """Each rank's layer has a different kind of group; None for a rank that stays away. Then all ranks create a new
-    group."""
+    """Each rank's layer has a different kind of group; None for a rank that does not take part. Then all ranks create a
+    new group."""
     rank, room = dist.get_rank(), WaitingRoom(room)
     join(store, 2, rank, SECONDS)
     pair = dist.new_group([0, 1])  # with torch's timeout, 30 minutes

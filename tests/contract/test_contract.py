@@ -80,7 +80,7 @@ LAYOUTS = {3: "channels_last", 4: "channels_last_3d"}  # by number of dimensions
 
 
 def draw_case(ranks, seed):
-    """Returns a random case, without unsupported or badly conditioned combinations."""
+    """Returns a random case, without unsupported or ill-conditioned combinations."""
     draw = random.Random(f"{ranks} {seed}")
 
     def some(*values, often, unless=False):

@@ -112,7 +112,7 @@ def without_a_layer(layer, x):
 # Calls, and the maximum numbers of this package's functions that they run in forward and backward, without
 # comprehensions.
 CALLS = {
-    "a first call": (lambda layer, x: layer(x), 112, 20),  # creates the group if no test did before
+    "a first call": (lambda layer, x: layer(x), 112, 20),  # creates the group unless an earlier test did
     "a later call": (lambda layer, x: layer(x), 20, 10),
     "evaluation": (lambda layer, x: layer.eval()(x), 12, 0),
     "after an evaluation": (after_evaluation, 26, 10),

@@ -1,4 +1,4 @@
-"""Ranks that make different calls: training stays correct, or all ranks raise an error that names the calls."""
+"""If ranks make different calls, training is still correct, or all ranks raise an error that names the calls."""
 
 import copy
 import re

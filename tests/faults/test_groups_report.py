@@ -26,7 +26,7 @@ def test_the_report_shows_current_and_expected_calls():
         while expected not in groups_report() and time.monotonic() < deadline:
             time.sleep(0.01)
         seen.append(groups_report())
-        dist.barrier()  # in the job's group, while the main thread waits in the layers' group
+        dist.barrier()  # a collective in the job's group, while the main thread waits in the layers' group
 
     with own_model() as model:
         for _ in range(2):

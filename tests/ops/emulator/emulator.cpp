@@ -17,7 +17,7 @@
 #endif
 
 // Saves the preserved registers on the stack and its address in `*from`. Switches to the stack `to`, which this
-// function saved before. Like swapcontext, but without its two system calls.
+// function saved earlier. Like swapcontext, but without its two system calls.
 extern "C" void switch_stack(void** from, void* to);
 asm(R"(
 switch_stack:

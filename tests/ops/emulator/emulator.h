@@ -3,7 +3,7 @@
 // Blocks run one by one in random order. The threads of a block are fibers, resumed in random order; a thread runs
 // until it waits at a barrier or, in a shuffle, for the other lanes of the mask. Errors that are rare on a GPU are
 // common here: a barrier or shuffle that not all threads reach, a shuffle from outside its mask or with different
-// masks. A missing barrier gives wrong results. Races between two waits are not detected.
+// masks. A missing barrier causes wrong results. Races between two waits are not detected.
 #pragma once
 
 #include <cuda_runtime_api.h>
