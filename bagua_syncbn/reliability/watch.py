@@ -19,7 +19,7 @@ _log = logging.getLogger("bagua_syncbn")
 def watch(history: CallHistory, communicator: Communicator) -> None:
     """Starts a thread that watches the group of ``communicator`` until it ends; no-op for groups without a timeout."""
     if isinstance(communicator, TorchCommunicator):
-        living = Lock()  # held as long as the history lives; unlike an Event, finalizers can always release it
+        living = Lock()  # held while the history lives; finalizers can always release a Lock, but not set an Event
         living.acquire()
         finalize(history, living.release)
         seconds, nccl = timeout_of(communicator.group).total_seconds(), nccl_id(communicator.group)

@@ -1,4 +1,4 @@
-"""Exchanges, through which a call sends its messages."""
+"""The messages that a call exchanges between ranks."""
 
 from __future__ import annotations
 

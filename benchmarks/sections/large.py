@@ -178,8 +178,8 @@ def received(messages: list[tuple[str, int]], ranks: int) -> float:
 def on_wire(messages: list[tuple[str, int]], gpus: int) -> float:
     """Returns the microseconds of a layer's messages between ``gpus``, 8 per host, sent in sequence.
 
-    Uses the latencies by which NCCL 2.20.3 selects algorithms (``src/graph/tuning.cc``; protocol LL, NVLink, network),
-    with rings for gathers and trees for sums, and a bandwidth of 25 GB/s, half of 400 Gb/s.
+    Uses the latencies from which NCCL 2.20.3 selects algorithms (``src/graph/tuning.cc``; protocol LL, NVLink,
+    network), with rings for gathers and trees for sums, and a bandwidth of 25 GB/s, half of 400 Gb/s.
     """
     hosts, per_us = math.ceil(gpus / 8), 25e3
     passed = gpus - hosts, hosts - 1  # ring steps: within hosts, between hosts

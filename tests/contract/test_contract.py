@@ -1,4 +1,4 @@
-"""The contract: W ranks compute the output, gradients and running statistics of one process on the whole batch."""
+"""The contract: W ranks compute the same output, gradients and running statistics as one process on the whole batch."""
 
 import itertools
 import random

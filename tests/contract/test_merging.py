@@ -40,7 +40,7 @@ class Model(nn.Module):
             layer(input.to(layer.weight.dtype))
 
 
-# Numbers of batches by rank; if not counted, counters are 0.
+# Numbers of batches by rank, and whether counters count them (else they are 0).
 @pytest.mark.parametrize(("batches", "is_counted"), [
     pytest.param((3,), True, marks=pytest.mark.ranks(1)),
     pytest.param((2, 0, 3), True, marks=pytest.mark.ranks(3)),

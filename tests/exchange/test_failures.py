@@ -65,7 +65,8 @@ def test_a_forked_child_is_refused_and_leaves_the_group_to_its_parent(places):
 
 
 def interrupted(places):
-    """Rank 1 waits in two threads. Returns its peers' errors; its second thread's, and the seconds since Ctrl-C."""
+    """Rank 1 waits in two threads. Its peers return their errors; it returns its second thread's error, and the seconds
+    since Ctrl-C."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore SIGINT
     group = dist.new_group()
     communicator, store = over(places, group), backend_and_store(group)[1]
