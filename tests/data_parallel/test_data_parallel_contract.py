@@ -72,8 +72,9 @@ def test_a_partly_detached_replica_still_takes_part_in_the_statistics(place, det
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_replicas_equal_one_process_without_gradients(place, mode):
     batch, expected, layer = draw(5, 3, 4), nn.BatchNorm1d(3).double(), SynchronizedBatchNorm1d(3).double()
+    replicas = parallel(layer, place, 2)
     with mode():
-        output = parallel(layer, place, 2)(batch)
+        output = replicas(batch)
         assert_close(output.cpu(), expected(batch), "output")
     assert not output.requires_grad
     assert_close(layer.running_var.cpu(), expected.running_var, "running_var")
