@@ -96,7 +96,7 @@ class Job:
         return Meeting(store, name, self.rank, ranks, timeout, what)
 
     def _communicator(self, user: str, ranks: Ranks, what: str, given: Any = None) -> TorchCommunicator:
-        """Returns the communicator of ``ranks`` for ``user``; all members must call this. "layers" or "user".
+        """Returns the communicator of ``ranks`` for ``user``: "layers" or "user". All members must call this.
 
         torch's ``new_group`` numbers groups either per job, which involves all ranks, or per rank, where members that
         have created different numbers of groups would wait forever. Instead, members agree on the group's name.

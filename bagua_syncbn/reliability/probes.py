@@ -130,14 +130,14 @@ def resume(history: CallHistory) -> None:
 
 def encode(text: str) -> Tensor:
     """Returns a message that contains ``text``."""
-    said = text.encode("ascii", "replace").ljust(_TEXT_SIZE)
-    if len(said) > _TEXT_SIZE:  # keeps the end of the text, where descriptions are more likely to differ
-        said = said[: _TEXT_SIZE // 2 - 5] + b" ... " + said[-_TEXT_SIZE // 2 :]
-    return torch.tensor(list(said), dtype=torch.float32, device="cpu")
+    payload = text.encode("ascii", "replace").ljust(_TEXT_SIZE)
+    if len(payload) > _TEXT_SIZE:  # keeps the end of the text, where descriptions are more likely to differ
+        payload = payload[: _TEXT_SIZE // 2 - 5] + b" ... " + payload[-_TEXT_SIZE // 2 :]
+    return torch.tensor(list(payload), dtype=torch.float32, device="cpu")
 
 
 def decode(gathered: Tensor) -> list[str]:
     """Returns all ranks' texts."""
     codes = gathered.to(torch.uint8)
-    said = ctypes.string_at(codes.data_ptr(), codes.numel()).decode()
-    return [said[start : start + _TEXT_SIZE].rstrip() for start in range(0, len(said), _TEXT_SIZE)]
+    texts = ctypes.string_at(codes.data_ptr(), codes.numel()).decode()
+    return [texts[start : start + _TEXT_SIZE].rstrip() for start in range(0, len(texts), _TEXT_SIZE)]

@@ -20,7 +20,7 @@ from ..timing import Workload, time_workload
 
 RANKS = (2, 8, 31, 32, 128, 1024)
 GPUS = (8, 64, 512, 4096)
-WIRE_RANKS = (2, 8, 16, 31, 32, 64, 128, 256, 512, 1024, 2048, 4096)  # of the chart
+WIRE_RANKS = (2, 8, 16, 31, 32, 64, 128, 256, 512, 1024, 2048, 4096)  # shown in the chart
 CHANNELS, SAMPLES, _EPS = 256, 4, 1e-5
 
 RULES = {

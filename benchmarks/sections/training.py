@@ -20,7 +20,7 @@ from ..peers import Maker
 from ..recorded import Case, Results, marked, of_section, quartiles, table
 from ..timing import digits, start_together
 
-BATCH_SIZE = 64  # of all ranks
+BATCH_SIZE = 64  # total over all ranks
 BOUT = 10  # consecutive steps of a peer
 BOUTS = 15
 

@@ -13,7 +13,7 @@ class Model(nn.Module):
         super().__init__()
         self.first, self.last = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
         self.failing_call = torch.inf
-        self.calls = []  # of all copies
+        self.calls = []  # shared by all copies
 
     def __deepcopy__(self, memo):
         clone = Model()

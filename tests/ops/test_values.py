@@ -28,9 +28,9 @@ CPU_EDGES = [
     *((70 if size < 2000 else 5, 1, size) for size in CPU_ROWS),  # in several parts
     *product((1, 2, 7, 8, 9, 255, 256, 257, 1000), CPU_WIDTHS),
 ]
-# On CUDA, sizes around: 1; a slot of 2 to 8 values; a warp; rows of four slots (longer rows may be misaligned); a block
-# of 256 slots; and two batches of a block (larger inputs are split into parts). The last shape of each list has over
-# 100 parts in float32.
+# On CUDA, sizes around: 1; a slot of 2 to 8 values; a warp; rows of four slots (longer rows may be misaligned); a
+# block of 256 slots; and two batches of a block (larger inputs are split into parts). The last shape of each list has
+# over 100 parts in float32.
 CUDA_EDGES = [
     *((3, 3, size) for size in (2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 49, 64, 196)),
     *((2, 1, size) for size in (255, 256, 257, 1023, 1024, 1025, 2049)),

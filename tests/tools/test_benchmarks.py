@@ -47,7 +47,7 @@ def test_a_run_measures_every_case_and_shows_its_tables(tmp_path):
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as shown:
         patch.setattr(sys, "argv", ["benchmarks", *arguments, "--output", str(output)])
         benchmarks.__main__.main()
-    dist.destroy_process_group()  # of the section gpu
+    dist.destroy_process_group()  # the section gpu creates it
     torch.set_num_threads(threads)
     results = json.loads(output.read_text())
     inputs = [((2, 3, 4, 4), "planar"), ((2, 3, 4, 4), "interleaved"), ((5, 6), "interleaved")]
