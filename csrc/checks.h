@@ -2,22 +2,12 @@
 // has not written to any tensor.
 #pragma once
 
-#include <initializer_list>
 #include <string>
 
-#include "activations.h"
 #include "packed_stats.h"
 #include "stable_abi.h"
 
 namespace bagua_syncbn {
-
-// A tensor argument and its name. `tensor` is null for None.
-struct Named {
-  const char* name;
-  const Tensor* tensor;
-  Named(const char* name, const Tensor& tensor) : name(name), tensor(&tensor) {}
-  Named(const char* name, const OptionalTensor& tensor) : name(name), tensor(tensor ? &*tensor : nullptr) {}
-};
 
 // (2, 3, 4)
 inline std::string sizes_of(const Tensor& tensor) {
@@ -29,8 +19,7 @@ inline std::string sizes_of(const Tensor& tensor) {
 // Compares torch's device codes, which is faster than Tensor::device().
 inline void check_device(const Tensor& tensor, const char* name, const Tensor& other) {
   const bool same = device_type(tensor) == device_type(other) && tensor.get_device_index() == other.get_device_index();
-  if (!same)
-    refuse(name, "it on the device of the other arguments", device_name(tensor), " beside ", device_name(other));
+  if (!same) refuse(name, "all tensors on the same device", device_name(tensor), " and ", device_name(other));
 }
 
 inline void check_input(const Tensor& input) {
@@ -39,31 +28,20 @@ inline void check_input(const Tensor& input) {
   dtype_of(input, "input");
 }
 
-inline void check_like_input(std::initializer_list<Named> arguments, const Tensor& input) {
-  for (const auto& [name, tensor] : arguments) {
-    if (tensor == nullptr) continue;
-    bool same = tensor->dim() == input.dim();
-    for (int64_t dim = 0; same && dim < input.dim(); ++dim) same = tensor->size(dim) == input.size(dim);
-    if (!same) refuse(name, "the sizes of input", sizes_of(*tensor), " for ", sizes_of(input));
-    const ScalarType dtype = scalar_type(*tensor), expected = scalar_type(input);
-    if (dtype != expected) refuse(name, "the dtype of input", dtype, " for ", expected);
-    check_device(*tensor, name, input);
-  }
+inline void check_like_input(const Tensor& tensor, const char* name, const Tensor& input) {
+  bool same = tensor.dim() == input.dim();
+  for (int64_t dim = 0; same && dim < input.dim(); ++dim) same = tensor.size(dim) == input.size(dim);
+  if (!same) refuse(name, "the sizes of input", sizes_of(tensor), " for ", sizes_of(input));
+  const ScalarType dtype = scalar_type(tensor), expected = scalar_type(input);
+  if (dtype != expected) refuse(name, "the dtype of input", dtype, " for ", expected);
+  check_device(tensor, name, input);
 }
 
-// Per-channel tensors of any float dtype on the device of `other`.
-inline void check_channels(std::initializer_list<Named> arguments, int64_t channels, const Tensor& other) {
-  for (const auto& [name, tensor] : arguments) {
-    if (tensor == nullptr) continue;
-    if (tensor->numel() != channels) refuse(name, "one element for each channel", tensor->numel(), " for ", channels);
-    check_device(*tensor, name, other);
-    dtype_of(*tensor, name);
-  }
-}
-
-inline void check_activation(int64_t activation) {
-  static_assert(kActivations == 11, "the number in the message");
-  check(activation >= 0 && activation < kActivations, "activation", "a code from 0 to 10", activation);
+// Returns the dtype of a per-channel tensor on the device of `other`.
+inline DType check_channels(const Tensor& tensor, const char* name, int64_t channels, const Tensor& other) {
+  if (tensor.numel() != channels) refuse(name, "one element for each channel", tensor.numel(), " for ", channels);
+  check_device(tensor, name, other);
+  return dtype_of(tensor, name);
 }
 
 inline void check_counter(const Tensor& tensor, const char* name, const Tensor& other) {
@@ -77,15 +55,13 @@ inline int64_t* fault_record(const OptionalTensor& fault) {
   if (!fault) return nullptr;
   const bool valid = scalar_type(*fault) == ScalarType::Long && fault->numel() == 8 && fault->is_contiguous() &&
                      device_type(*fault) == aoti_torch_device_type_cpu();
-  if (!valid) refuse("fault", "8 int64 values in the memory of the host", scalar_type(*fault), " ", sizes_of(*fault));
+  if (!valid) refuse("fault", "8 int64 values in host memory", scalar_type(*fault), " ", sizes_of(*fault));
   return static_cast<int64_t*>(fault->mutable_data_ptr());
 }
 
 // Returns the header of a row: the 24-bit halves of `caller` (kind of layer, options), and the call. Empty for None.
 inline Header row_header(std::optional<int64_t> caller, int64_t call) {
   if (!caller) return {};
-  check(*caller >= 0 && *caller < kWord * kWord, "caller", "an integer of 48 bits", *caller);
-  check(call >= 0 && call < kWord, "call", "an integer of 24 bits", call);
   return {kRowHeader,
           {static_cast<int32_t>(*caller / kWord), static_cast<int32_t>(*caller % kWord), static_cast<int32_t>(call)}};
 }
@@ -93,7 +69,6 @@ inline Header row_header(std::optional<int64_t> caller, int64_t call) {
 // Returns the header of sums: three 12-bit parts of `fingerprint`, each followed by its square. Empty for None.
 inline Header sums_header(std::optional<int64_t> fingerprint) {
   if (!fingerprint) return {};
-  check(*fingerprint >= 0 && *fingerprint < kWord << 12, "fingerprint", "an integer of 36 bits", *fingerprint);
   Header header{kSumsHeader, {}};
   for (int64_t w = 0; w < kSumsHeader; w += 2) {
     const auto part = static_cast<int32_t>((*fingerprint >> (6 * w)) & kMaxPart);

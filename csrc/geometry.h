@@ -3,7 +3,7 @@
 
 #include "allocate.h"
 #include "arguments.h"
-#include "stable_abi.h"
+#include "checks.h"
 
 namespace bagua_syncbn {
 
@@ -39,17 +39,18 @@ inline DenseInput to_dense(const Tensor& input) {
   return {allocate_by(copy, input), {inner == 1, batch, channels, inner}};
 }
 
-// Returns `tensor`, or a copy in the layout of `like`, which has the same sizes.
-inline Tensor with_layout_of(const Tensor& tensor, const DenseInput& like) {
-  const bool matches = like.geometry.interleaved && like.geometry.inner > 1 ? is_dense(tensor, 1) : is_dense(tensor, 0);
-  if (matches) return tensor;
-  Tensor copy = allocate_like(like.tensor);
+// Returns `tensor`, which must have the sizes of `input`, or a copy in its layout.
+inline Tensor with_layout_of(const DenseInput& input, const Tensor& tensor, const char* name) {
+  check_like_input(tensor, name, input.tensor);
+  const bool interleaved = input.geometry.interleaved && input.geometry.inner > 1;
+  if (is_dense(tensor, interleaved ? 1 : 0)) return tensor;
+  Tensor copy = allocate_like(input.tensor);
   torch::stable::copy_(copy, tensor);
   return copy;
 }
 
-inline OptionalTensor with_layout_of(const OptionalTensor& tensor, const DenseInput& like) {
-  return tensor ? std::optional(with_layout_of(*tensor, like)) : std::nullopt;
+inline OptionalTensor with_layout_of(const DenseInput& input, const OptionalTensor& tensor, const char* name) {
+  return tensor ? std::optional(with_layout_of(input, *tensor, name)) : std::nullopt;
 }
 
 // Returns `result`, or a copy with the strides of `empty_like(input)`.

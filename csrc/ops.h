@@ -10,43 +10,27 @@
 
 namespace bagua_syncbn {
 
-inline const void* data_of(const OptionalTensor& tensor) {
-  return tensor ? tensor->const_data_ptr() : nullptr;
+inline void make_contiguous(Tensor& tensor) {
+  if (!tensor.is_contiguous()) tensor = torch::stable::contiguous(tensor);
 }
 
-inline PerChannel per_channel_of(const OptionalTensor& tensor) {
-  return tensor ? PerChannel{tensor->const_data_ptr(), dtype_of(*tensor, "tensor")} : PerChannel{};
+// Checks the per-channel tensors of z = (x - mean) * invstd * weight + bias, and makes them contiguous.
+inline Factors factors_of(const Tensor& input, Tensor& mean, Tensor& invstd, OptionalTensor& weight,
+                          OptionalTensor& bias) {
+  const auto checked = [&](Tensor& tensor, const char* name) {
+    const DType dtype = check_channels(tensor, name, input.size(1), input);
+    make_contiguous(tensor);
+    return PerChannel{tensor.const_data_ptr(), dtype};
+  };
+  return {checked(mean, "mean"), checked(invstd, "invstd"), weight ? checked(*weight, "weight") : PerChannel{},
+          bias ? checked(*bias, "bias") : PerChannel{}};
 }
 
-inline MutablePerChannel mutable_per_channel_of(const Tensor& tensor) {
-  return {tensor.mutable_data_ptr(), dtype_of(tensor, "tensor")};
+inline Epilogue epilogue_of(const OptionalTensor& residual, int64_t activation, double parameter) {
+  const bool known = activation >= 0 && activation < kActivations;
+  check(known, "activation", "an index in bagua_syncbn/ops/activations.py", activation);
+  return {residual ? residual->const_data_ptr() : nullptr, {activation, parameter}};
 }
-
-inline Tensor to_contiguous(const Tensor& tensor) {
-  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
-}
-
-inline OptionalTensor to_contiguous(const OptionalTensor& tensor) {
-  return tensor ? std::optional(to_contiguous(*tensor)) : std::nullopt;
-}
-
-// The tensors that Factors refers to, made contiguous.
-class FactorTensors {
- public:
-  FactorTensors(const Tensor& mean, const Tensor& invstd, const OptionalTensor& weight, const OptionalTensor& bias)
-      : mean_(to_contiguous(mean)),
-        invstd_(to_contiguous(invstd)),
-        weight_(to_contiguous(weight)),
-        bias_(to_contiguous(bias)) {}
-
-  operator Factors() const {
-    return {per_channel_of(mean_), per_channel_of(invstd_), per_channel_of(weight_), per_channel_of(bias_)};
-  }
-
- private:
-  const Tensor mean_, invstd_;
-  const OptionalTensor weight_, bias_;
-};
 
 template <typename Device>
 Tensor batch_norm_stats(const Tensor& input, std::optional<int64_t> caller, int64_t call, const OptionalTensor& mask,
@@ -68,7 +52,7 @@ Tensor batch_norm_stats(const Tensor& input, std::optional<int64_t> caller, int6
 inline thread_local bool holds_buffers = false;
 
 template <typename Device>
-std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(const Tensor& gathered, const OptionalTensor& running_mean,
+std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(Tensor gathered, const OptionalTensor& running_mean,
                                                            const OptionalTensor& running_var,
                                                            const OptionalTensor& num_batches_tracked,
                                                            std::optional<double> momentum, double eps,
@@ -86,112 +70,110 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(const Tensor& gathere
   int64_t* record = fault_record(fault);
   if (num_batches_tracked) check_counter(*num_batches_tracked, "num_batches_tracked", gathered);
   const bool tracks = running_mean && running_var, has_factor = momentum || num_batches_tracked;
-  if (tracks) {
-    check(has_factor, "num_batches_tracked", "a tensor, because momentum is None", "None");
-    check_channels({{"running_mean", running_mean}, {"running_var", running_var}}, channels, gathered);
-    const bool dense = running_mean->is_contiguous() && running_var->is_contiguous();
-    check(dense, "running_mean, running_var", "contiguous tensors", "strided ones");
-  }
-  const bool moves = tracks && !holds_buffers, counts = num_batches_tracked && !holds_buffers;
-  void* batches = counts ? num_batches_tracked->mutable_data_ptr() : nullptr;
-  const Tensor rows = to_contiguous(gathered);
+  check(!tracks || has_factor, "num_batches_tracked", "a tensor, because momentum is None", "None");
+  const auto buffer = [&](const OptionalTensor& running, const char* name) {
+    if (!tracks) return MutablePerChannel{};
+    const DType of_buffer = check_channels(*running, name, channels, gathered);
+    check(running->is_contiguous(), name, "a contiguous tensor", "a strided one");
+    return holds_buffers ? MutablePerChannel{} : MutablePerChannel{running->mutable_data_ptr(), of_buffer};
+  };
+  const MutablePerChannel mean_buffer = buffer(running_mean, "running_mean");
+  const MutablePerChannel var_buffer = buffer(running_var, "running_var");
+  void* batches = num_batches_tracked && !holds_buffers ? num_batches_tracked->mutable_data_ptr() : nullptr;
+  make_contiguous(gathered);
   Tensor mean = allocate_vector(channels, dtype, gathered);
   Tensor invstd = allocate_vector(channels, dtype, gathered);
   Tensor count = allocate({}, {}, ScalarType::Long, gathered);
   Device device(gathered);
-  gather_stats(GatherArguments{rows.const_data_ptr(), is_sum ? ranks : gathered.size(0), channels,
+  gather_stats(GatherArguments{gathered.const_data_ptr(), is_sum ? ranks : gathered.size(0), channels,
                                dtype_of(mean, "mean"), mean.mutable_data_ptr(), invstd.mutable_data_ptr(),
-                               static_cast<int64_t*>(count.mutable_data_ptr()),
-                               moves ? mutable_per_channel_of(*running_mean) : MutablePerChannel{},
-                               moves ? mutable_per_channel_of(*running_var) : MutablePerChannel{},
-                               static_cast<int64_t*>(batches), moves && !momentum, momentum.value_or(0), eps,
-                               header_size, skip_nonfinite, record, is_sum, call},
+                               static_cast<int64_t*>(count.mutable_data_ptr()), mean_buffer, var_buffer,
+                               static_cast<int64_t*>(batches), mean_buffer.data != nullptr && !momentum,
+                               momentum.value_or(0), eps, header_size, skip_nonfinite, record, is_sum, call},
                device);
   return {mean, invstd, count};
 }
 
 template <typename Device>
-Tensor batch_norm_elemt(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
-                        const Tensor& mean, const Tensor& invstd, const OptionalTensor& residual, int64_t activation,
-                        double parameter) {
+Tensor batch_norm_elemt(const Tensor& input, OptionalTensor weight, OptionalTensor bias, Tensor mean, Tensor invstd,
+                        const OptionalTensor& residual, int64_t activation, double parameter) {
   check_input(input);
-  check_channels({{"weight", weight}, {"bias", bias}, {"mean", mean}, {"invstd", invstd}}, input.size(1), input);
-  check_like_input({{"residual", residual}}, input);
-  check_activation(activation);
+  const Factors factors = factors_of(input, mean, invstd, weight, bias);
   const DenseInput dense = to_dense(input);
-  const OptionalTensor added = with_layout_of(residual, dense);
+  const OptionalTensor added = with_layout_of(dense, residual, "residual");
+  const Epilogue epilogue = epilogue_of(added, activation, parameter);
   Tensor output = allocate_like(dense.tensor);
   if (input.numel() > 0) {
-    const FactorTensors factors{mean, invstd, weight, bias};
     Device device(input);
     elemt(dense.tensor.const_data_ptr(), output.mutable_data_ptr(), dtype_of(input, "input"), dense.geometry, factors,
-          Epilogue{data_of(added), {activation, parameter}}, device);
+          epilogue, device);
   }
   return with_strides_of(output, dense, input);
 }
 
 template <typename Device>
-std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
-    const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
-    const OptionalTensor& weight, std::optional<int64_t> fingerprint, const OptionalTensor& bias,
-    const OptionalTensor& residual, int64_t activation, double parameter, OptionalTensor grad) {
+std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(const Tensor& grad_output, const Tensor& input,
+                                                              Tensor mean, Tensor invstd, OptionalTensor weight,
+                                                              std::optional<int64_t> fingerprint, OptionalTensor bias,
+                                                              const OptionalTensor& residual, int64_t activation,
+                                                              double parameter, OptionalTensor grad) {
   check_input(input);
-  check_like_input({{"grad_output", grad_output}, {"residual", residual}, {"grad", grad}}, input);
-  check_channels({{"mean", mean}, {"invstd", invstd}, {"weight", weight}, {"bias", bias}}, input.size(1), input);
-  check_activation(activation);
+  const Factors factors = factors_of(input, mean, invstd, weight, bias);
   const Header header = sums_header(fingerprint);
   const DenseInput dense = to_dense(input);
   const Geometry& g = dense.geometry;
+  const Tensor dy = with_layout_of(dense, grad_output, "grad_output");
+  const OptionalTensor added = with_layout_of(dense, residual, "residual");
+  const OptionalTensor grad_buffer = with_layout_of(dense, grad, "grad");
+  const Epilogue epilogue = epilogue_of(added, activation, parameter);
   const ScalarType accumulate = accumulate_type(scalar_type(input));
-  const ScalarType parameters = weight ? scalar_type(*weight) : accumulate;
-  const Tensor dy = with_layout_of(grad_output, dense);
-  const OptionalTensor added = with_layout_of(residual, dense), grad_buffer = with_layout_of(grad, dense);
   Tensor sums = allocate_vector(2 * g.channels + header.size, accumulate, input);
+  const ScalarType parameters = weight ? scalar_type(*weight) : accumulate;
   Tensor grad_weight = allocate_vector(g.channels, parameters, input);
   Tensor grad_bias = allocate_vector(g.channels, parameters, input);
-  const FactorTensors factors{mean, invstd, weight, bias};
+  const DType stored = dtype_of(grad_bias, "grad_bias");
   Device device(input);
   backward_reduce(dy.const_data_ptr(), dense.tensor.const_data_ptr(),
                   grad_buffer ? grad_buffer->mutable_data_ptr() : nullptr, dtype_of(input, "input"), g,
-                  BackwardReduceArguments{factors, sums.mutable_data_ptr(), mutable_per_channel_of(grad_weight),
-                                          mutable_per_channel_of(grad_bias), header},
-                  Epilogue{data_of(added), {activation, parameter}}, device);
+                  BackwardReduceArguments{factors,
+                                          sums.mutable_data_ptr(),
+                                          {grad_weight.mutable_data_ptr(), stored},
+                                          {grad_bias.mutable_data_ptr(), stored},
+                                          header},
+                  epilogue, device);
   if (grad_buffer && grad_buffer->get() != grad->get()) torch::stable::copy_(*grad, *grad_buffer);
   return {sums, grad_weight, grad_bias};
 }
 
 template <typename Device>
-Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input, const OptionalTensor& weight,
-                                 const Tensor& mean, const Tensor& invstd, const Tensor& sums, const Tensor& count,
-                                 int64_t ranks, const OptionalTensor& fault, int64_t call, const OptionalTensor& mask,
-                                 const OptionalTensor& bias, int64_t activation, double parameter,
-                                 OptionalTensor grad_input) {
+Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input, OptionalTensor weight, Tensor mean,
+                                 Tensor invstd, Tensor sums, const Tensor& count, int64_t ranks,
+                                 const OptionalTensor& fault, int64_t call, const OptionalTensor& mask,
+                                 OptionalTensor bias, int64_t activation, double parameter, OptionalTensor grad_input) {
   check_input(input);
-  check_like_input({{"grad_output", grad_output}, {"grad_input", grad_input}}, input);
-  check_channels({{"weight", weight}, {"bias", bias}, {"mean", mean}, {"invstd", invstd}}, input.size(1), input);
-  check_activation(activation);
+  const Factors factors = factors_of(input, mean, invstd, weight, bias);
   const int64_t header_size = sums.numel() - 2 * input.size(1);
   const bool fits = header_size >= 0 && header_size <= kSumsHeader && header_size % 2 == 0;
   check(fits, "sums", "2 * channels values and a header of 0, 2, 4 or 6 values", sums.numel());
-  int64_t* record = fault_record(fault);
   check_device(sums, "sums", input);
-  const ScalarType accumulate = accumulate_type(scalar_type(input)), given = scalar_type(sums);
-  check(given == accumulate, "sums", "the accumulate dtype of input", given);
+  const ScalarType given = scalar_type(sums);
+  check(given == accumulate_type(scalar_type(input)), "sums", "the accumulate dtype of input", given);
   check_counter(count, "count", input);
   check(!mask || activation == 0, "mask", "None with an activation", "a tensor");
+  const Epilogue epilogue = epilogue_of(std::nullopt, activation, parameter);
   const DenseInput dense = to_dense(input);
   const uint8_t* valid = valid_positions(mask, dense.geometry.rows(), input);
-  const Tensor dy = with_layout_of(grad_output, dense);
-  Tensor dx = grad_input ? with_layout_of(*grad_input, dense) : allocate_like(dense.tensor);
+  const Tensor dy = with_layout_of(dense, grad_output, "grad_output");
+  Tensor dx = grad_input ? with_layout_of(dense, *grad_input, "grad_input") : allocate_like(dense.tensor);
+  int64_t* record = fault_record(fault);
   if (input.numel() > 0) {
-    const FactorTensors factors{mean, invstd, weight, bias};
-    const Tensor totals = to_contiguous(sums);
+    make_contiguous(sums);
     const auto* number = static_cast<const int64_t*>(count.const_data_ptr());
     Device device(input);
     backward_elemt(dy.const_data_ptr(), dense.tensor.const_data_ptr(), dx.mutable_data_ptr(), dtype_of(input, "input"),
                    dense.geometry,
-                   BackwardElemtArguments{factors, totals.const_data_ptr(), number, header_size, ranks, call, record},
-                   valid, Epilogue{nullptr, {activation, parameter}}, device);
+                   BackwardElemtArguments{factors, sums.const_data_ptr(), number, header_size, ranks, call, record},
+                   valid, epilogue, device);
   }
   if (!grad_input) return with_strides_of(dx, dense, input);
   if (dx.get() != grad_input->get()) torch::stable::copy_(*grad_input, dx);

@@ -60,7 +60,7 @@ inline std::string device_name(const Tensor& tensor) {
   const int32_t type = device_type(tensor);
   if (type == aoti_torch_device_type_cpu()) return "cpu";
   if (type == aoti_torch_device_type_cuda()) return "cuda:" + std::to_string(tensor.get_device_index());
-  return "a device of another kind";
+  return "an unsupported device";
 }
 
 // Returns the dtype of statistics and messages for an input dtype.

@@ -70,10 +70,6 @@ __device__ __forceinline__ V exp_of(V x) {
   return exp(x);
 }
 template <typename V>
-__device__ __forceinline__ V exp_between(V x) {
-  return exp(x);
-}
-template <typename V>
 __device__ __forceinline__ V expm1_of(V x) {
   return expm1(x);
 }
@@ -93,8 +89,7 @@ __device__ __forceinline__ float sigmoid_of(float x) {
   return __fdividef(1.0f, 1.0f + expf(-x));
 }
 
-#define BAGUA_SYNCBN_FORMULAS
-#include "../activations.h"
+BAGUA_SYNCBN_ACTIVATIONS(BAGUA_SYNCBN_ACTIVATION)
 
 }  // namespace activations
 
@@ -102,7 +97,7 @@ __device__ __forceinline__ float sigmoid_of(float x) {
 template <bool kDerivative, typename A, int N>
 __device__ __forceinline__ void activate(A (&z)[N], const Act<A>& act) {
   switch (static_cast<Code>(act.code)) {
-#define BAGUA_SYNCBN_CASE(name)                                                           \
+#define BAGUA_SYNCBN_CASE(name, ...)                                                      \
   case Code::k##name:                                                                     \
     _Pragma("unroll") for (int i = 0; i < N; ++i) {                                       \
       z[i] = kDerivative ? activations::name::template derivative<A>(z[i], act.parameter) \

@@ -142,7 +142,7 @@ def test_tensors_on_different_devices_are_refused_by_name(emulated):
     for op, (arguments, places) in calls.items():
         for place in places:
             elsewhere = [a.to("meta") if i == place else a for i, a in enumerate(arguments)]
-            message = "expected it on the device of the other arguments, got a device of another kind beside cpu"
+            message = "expected all tensors on the same device, got an unsupported device and cpu"
             with pytest.raises(RuntimeError, match=f"^{op._schema.arguments[place].name}: {message}$"):
                 op.redispatch(keys, *elsewhere)
 

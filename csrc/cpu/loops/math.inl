@@ -60,14 +60,8 @@ inline Vec<float> clamp(Vec<float> x, float low, float high) {  // keeps NaN
 #endif
 }
 
-inline Vec<float> exp_of(Vec<float> x) {
-  const Reduced reduced(clamp(x, -104.0f, 89.0f));  // beyond the range of float on both sides
-  const LaneMask<float> half = reduced.k >> 1;
-  return (reduced.expm1 + 1.0f) * power_of_two(half) * power_of_two(reduced.k - half);
-}
-
 // Clamps the result to normal numbers.
-inline Vec<float> exp_between(Vec<float> x) {
+inline Vec<float> exp_of(Vec<float> x) {
   const Reduced reduced(clamp(x, -87.0f, 88.0f));
   return (reduced.expm1 + 1.0f) * power_of_two(reduced.k);
 }
@@ -87,7 +81,7 @@ inline Vec<float> tanh_of(Vec<float> x) {
   const Vec<float> square = x * x, a = magnitude(x);
   const Vec<float> small =
       x + x * square * polynomial({-0.33333284f, 0.1333149f, -0.053743497f, 0.020650586f, -5.717045e-3f}, square);
-  const Vec<float> large = 1.0f - 2.0f / (exp_between(a + a) + 1.0f);
+  const Vec<float> large = 1.0f - 2.0f / (exp_of(a + a) + 1.0f);
   const Vec<float> with_sign = (Vec<float>)((LaneMask<float>)large | ((LaneMask<float>)x & ~0x7fffffff));
   return a < 0.625f ? small : with_sign;
 }
@@ -97,7 +91,7 @@ inline Vec<float> normal_cdf(Vec<float> z) {
   const Vec<float> t = 1.0f / (magnitude(z) * 0.3f + 1.0f);
   const Vec<float> slow =
       t * polynomial({0.12522973f, 0.06854852f, 0.3070138f, -0.3245912f, 0.53686184f, -0.25193346f, 0.03887071f}, t);
-  const Vec<float> tail = exp_between(-0.5f * z * z) * slow;
+  const Vec<float> tail = exp_of(-0.5f * z * z) * slow;
   return z > 0.0f ? 1.0f - tail : tail;
 }
 
@@ -113,14 +107,11 @@ BAGUA_SYNCBN_OF_DOUBLES(tanh_of, __builtin_tanh)
 BAGUA_SYNCBN_OF_DOUBLES(erfc_of, __builtin_erfc)
 #undef BAGUA_SYNCBN_OF_DOUBLES
 
-inline Vec<double> exp_between(Vec<double> x) {
-  return exp_of(x);
-}
 inline Vec<double> normal_cdf(Vec<double> z) {
   return 0.5 * erfc_of(z * -0.7071067811865476);
 }
 
 template <typename V>
 inline V sigmoid_of(V x) {
-  return of<V>(1) / (of<V>(1) + exp_between(-x));
+  return of<V>(1) / (of<V>(1) + exp_of(-x));
 }

@@ -26,8 +26,7 @@ constexpr int kBytes = BAGUA_SYNCBN_VECTOR_BYTES;
 // clang-format off: each file uses the files before it
 #include "vectors.inl"
 #include "math.inl"
-#define BAGUA_SYNCBN_FORMULAS
-#include "../../activations.h"
+BAGUA_SYNCBN_ACTIVATIONS(BAGUA_SYNCBN_ACTIVATION)
 #include "elementwise.inl"
 #include "planar.inl"
 #include "interleaved.inl"
@@ -37,7 +36,7 @@ constexpr int kBytes = BAGUA_SYNCBN_VECTOR_BYTES;
 
 template <typename T>
 const Loops<T>& table() {
-#define BAGUA_SYNCBN_ACTIVATED(name)                      \
+#define BAGUA_SYNCBN_ACTIVATED(name, ...)                 \
   {{normalize<name, false, T>, normalize<name, true, T>}, \
    {gradient<name, false, T>, gradient<name, true, T>},   \
    grad_sums<name, T>,                                    \
