@@ -25,7 +25,6 @@ from .masked import masked
 from .memory import Repeatable, fuse_activations, recompute_outputs
 from .over_ranks import mean_over_ranks
 from .reliability.faults import check_ranks
-from .reliability.watch import groups_report
 from .running_statistics import (
     accumulate_statistics,
     freeze_statistics,
@@ -57,7 +56,6 @@ __all__ = [
     "convert_sync_batchnorm",
     "freeze_statistics",
     "fuse_activations",
-    "groups_report",
     "masked",
     "mean_over_ranks",
     "measure_batch_noise",

@@ -12,10 +12,9 @@ from .checks import check_is_tensor, check_number, is_distributed
 from .errors import notifies_peers
 from .groups import Communicator, spec_of
 from .masks import check_mask
-from .ops.headers import record_sums
 from .reliability.faults import differ_text
 from .reliability.history import history_in
-from .reliability.protocol import RankExchange
+from .reliability.protocol import RankExchange, sum_with_header
 from .reliability.signatures import CallSignature, exact_bits, word_of
 
 _NAME = "mean_over_ranks"
@@ -82,19 +81,17 @@ def mean_over_ranks(
     if communicator.size > 1:
         if not isinstance(count, Tensor):
             count = torch.full((), count, dtype=torch.float64, device=values.device)
-        packed = _nan_if_wrong(count.detach().to(values.device, torch.float64)).reshape(1)
-        count = sum_over_ranks(packed, communicator, _NAME, None, f"gradients={gradients!r}")
+        count = count.to(values.device, torch.float64)
         if gradients == "averaged":
             total = total * communicator.size
-    elif isinstance(count, Tensor):
-        count = _nan_if_wrong(count)
-    divisor = torch.where(count == 0, 1, count.detach()).reshape(()) if isinstance(count, Tensor) else count or 1
-    return (total / divisor).to(values.dtype)
-
-
-def _nan_if_wrong(count: Tensor) -> Tensor:
-    """Returns NaN for a negative or infinite ``count``, which the host does not read."""
-    return count.where((count >= 0) & (count < math.inf), math.nan)
+    if isinstance(count, Tensor):
+        count = count.detach().reshape(1)
+        count = count.where((count >= 0) & (count < math.inf), math.nan)  # the host does not read it
+        count = sum_over_ranks(count, communicator, _NAME, None, f"gradients={gradients!r}")
+        count = count.where(count != 0, 1).squeeze(0)
+    elif count == 0:
+        count = 1
+    return (total / count).to(values.dtype)
 
 
 def _check(values: Any, mask: Any, count: Any, gradients: Any) -> None:
@@ -130,25 +127,22 @@ def sum_over_ranks(
     Raises:
         RuntimeError: the ranks make different calls, or the collective failed.
     """
-    if communicator.size == 1:
+    size = communicator.size
+    if size == 1:
         return packed
-    size, counted = communicator.size, torch.cat([packed, packed.new_ones(1)])
     if is_compiling():  # compared only on the device, like the sums of compiled layers
-        header = ops.header_sums_of(word_of(f"{what} ({details})") & exact_bits(size))
-        total = communicator.all_reduce(torch.cat([counted, packed.new_tensor(header)]))
-        is_same = (total[-ops.HEADER_SUMS_SIZE :] == total.new_tensor(header) * size).all()
-        return total[: packed.numel()].where(is_same, torch.nan)
+        fingerprint = word_of(f"{what} ({details})") & exact_bits(size)
+        total, differ = sum_with_header(communicator.all_reduce, packed, fingerprint, size)
+        return total.where(~differ, torch.nan)
     history = history_in(communicator)
     if module is not None:
         what = f"{what} of {type(module).__name__}"
         what = history.numbered(what, module, what)
-    kind, text, numel = word_of(what), f"{what} ({details})", counted.numel() + ops.HEADER_SUMS_SIZE
+    kind, text, numel = word_of(what), f"{what} ({details})", packed.numel() + 1 + ops.HEADER_SUMS_SIZE
     signature = CallSignature(kind * ops.WORD + word_of(text), kind, text, (True, numel, torch.float64))
     record = history.record_of(packed.device.type) if type(packed) is Tensor else None
-    total = RankExchange(signature, record, communicator, history).total(counted)
-    total, ranks = total.tensor_split([-1])  # NaN if headers differ and no host has compared them
-    if module is None and record is not None and not record.is_checked_at_once:
-        record_sums(record.tensor, (ranks != size).squeeze(0), history.calls)
-    elif ranks.item() != size:
+    exchange = RankExchange(signature, record, communicator, history)
+    total, one = exchange.total(torch.cat([packed, packed.new_ones(1)])).tensor_split([-1])
+    if module is not None and one.isnan():  # on a device, where the host has not compared headers
         raise RuntimeError(differ_text(what))
     return total

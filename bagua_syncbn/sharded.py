@@ -24,13 +24,7 @@ if TYPE_CHECKING:
 @special_inputs.register
 def _on_shards(call: Call) -> Tensor | None:
     """Computes ``call`` on the shards of this rank; returns a DTensor placed like the input. Returns None if the input
-    is not a DTensor.
-
-    Raises:
-        TypeError: a tensor has the wrong placements, the input is a partial sum, or there is a mask.
-        ValueError: the ranks of the group do not hold each value of a channel exactly once; this rank is not in the
-            mesh of the input.
-    """
+    is not a DTensor."""
     input, weight, bias, residual, (mean, var, batches) = call[:5]
     if not is_distributed(input):
         return None
@@ -58,15 +52,19 @@ def _on_shards(call: Call) -> Tensor | None:
 
 
 class _Shards:
-    """Placements of a DTensor input (N, C, \\*) and the matching placements of other tensors."""
+    """Placements of a DTensor input, and the matching placements of other tensors."""
 
     def __init__(self, input: Any) -> None:
         check_dimensions(input)
         tensor = torch.distributed.tensor
         self.input: DTensor = input
         self.mesh, self.placements = input.device_mesh, input.placements
-        dims = [_sharded_dim(placement, input.dim()) for placement in self.placements]
-        self._synchronizes = [dim is not None and dim != 1 for dim in dims]  # for each dimension of the mesh
+        for each in self.placements:
+            if each.is_partial():
+                raise TypeError(f"input: expected a DTensor that is sharded or replicated, got {each}; redistribute it")
+        # Sharded dimension of the input, or None, for each dimension of the mesh.
+        dims = [None if each.is_replicate() else each.dim % input.dim() for each in self.placements]
+        self._synchronizes = [dim is not None and dim != 1 for dim in dims]
         self._has_all_channels = 1 not in dims
         self._per_channel = tuple(tensor.Shard(0) if dim == 1 else tensor.Replicate() for dim in dims)
 
@@ -93,10 +91,10 @@ class _Shards:
 
     def buffer(self, name: str, tensor: Any) -> Any:
         """Returns the part of ``tensor`` for this rank's channels, or the scalar, for in-place updates."""
-        if not self._is_distributed(name, tensor):
+        if self._is_plain(name, tensor):
             return tensor
+        replicated = (torch.distributed.tensor.Replicate(),) * len(self.placements)
         with torch.no_grad():
-            replicated = (torch.distributed.tensor.Replicate(),) * len(self.placements)
             return self.local(name, tensor, self._per_channel if tensor.dim() else replicated)
 
     def parameter(self, name: str, tensor: Any) -> Any:
@@ -104,7 +102,7 @@ class _Shards:
 
         The gradient of a DTensor is the gradient for the whole input, placed like the DTensor.
         """
-        if not self._is_distributed(name, tensor):
+        if self._is_plain(name, tensor):
             return tensor
         if tensor.device_mesh != self.mesh:
             raise _wrong(name, f"a DTensor on the input's mesh, {self.mesh}", tensor)
@@ -114,23 +112,14 @@ class _Shards:
         ]
         return tensor.redistribute(placements=self._per_channel).to_local(grad_placements=grad_placements)
 
-    def _is_distributed(self, name: str, tensor: Tensor | None) -> bool:
-        """Returns False for None and plain tensors; raises TypeError if a plain tensor would include other ranks'
+    def _is_plain(self, name: str, tensor: Any) -> bool:
+        """Returns True for None and plain tensors; raises TypeError if a plain tensor would include other ranks'
         channels."""
-        if tensor is None or is_distributed(tensor):
-            return tensor is not None
-        if tensor.dim() and not self._has_all_channels:
+        if is_distributed(tensor):
+            return False
+        if tensor is not None and tensor.dim() and not self._has_all_channels:
             raise _wrong(name, "a DTensor if channels of input are sharded", tensor)
-        return False
-
-
-def _sharded_dim(placement: Placement, dims: int) -> int | None:
-    """Returns which of ``dims`` dimensions is sharded; None if the tensor is replicated."""
-    if placement.is_replicate():
-        return None
-    if placement.is_partial():
-        raise TypeError(f"input: expected a DTensor that is sharded or replicated, got {placement}; redistribute it")
-    return int(placement.dim) % dims  # type: ignore[attr-defined]  # Shard and _StridedShard have it
+        return True
 
 
 def _wrong(name: str, expected: str, tensor: Any) -> TypeError:

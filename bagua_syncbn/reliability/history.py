@@ -20,9 +20,8 @@ class CallHistory:
 
     most = 2**14  # maximum number of predictions; all ranks clear them at the same call
 
-    def __init__(self) -> None:
-        self.rank = self.size = 0  # both are 0 before the first eager call
-        self.exact_bits = 0  # mask for fingerprints
+    def __init__(self, ranks: int) -> None:
+        self.exact_bits = exact_bits(ranks)
         self.calls = 0
         self.number = 1  # next call's number in headers; never 0, the number of compiled calls
         self.probes = 0
@@ -43,8 +42,9 @@ class CallHistory:
 
     def expected(self) -> CallSignature | None:
         """Predicts the next call from the calls of this step, or else from the last call."""
-        known, last = self.next, self.last  # read once: reports run in other threads
-        return known if known is not None or last is None else self._following.get(last.caller)
+        if self.next is None and self.last is not None:
+            return self._following.get(self.last.caller)
+        return self.next
 
     def add(self, signature: CallSignature) -> None:
         """Records a call that all ranks have made."""
@@ -86,28 +86,16 @@ _histories = WeakIdKeyDictionary()
 
 def history_in(communicator: Communicator) -> CallHistory:
     """Returns the history of the group of ``communicator``."""
-    history = history_of(getattr(communicator, "group", communicator))
-    history.rank, history.size = communicator.rank, communicator.size
-    history.exact_bits = exact_bits(history.size)
-    return history
-
-
-def histories() -> list[CallHistory]:
-    """Returns the histories of all live groups."""
-    return [_histories[group] for held in _histories.keyrefs() if (group := held()) is not None]
-
-
-def history_of(group: Any) -> CallHistory:
-    """Returns the history of a group or a communicator that has no group."""
+    group = getattr(communicator, "group", communicator)
     history: CallHistory | None = _histories.get(group)
     if history is None:
-        history = _histories[group] = CallHistory()
+        history = _histories[group] = CallHistory(communicator.size)
     return history
 
 
 def _fail_after_fork() -> None:
     """Marks all groups as failed in a forked child, which lacks their backends' threads."""
-    for history in histories():
+    for history in _histories.values():
         history.failure, history.pending = FORKED, None
 
 

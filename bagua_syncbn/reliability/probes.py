@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from contextlib import suppress
 from typing import Any
 
@@ -79,27 +78,23 @@ def report_error(process_group: Any, layer: Any, error: Exception) -> None:
         communicator = spec_of(process_group).communicator_if_ready()
         module = layer if isinstance(layer, nn.Module) else None
         kind, name = (layer, layer) if isinstance(layer, str) else (kind_of(module), name_of(module))
-        if isinstance(communicator, TorchCommunicator):
-            history = history_in(communicator)
-            if history.failure is None and word_of(kind) not in history.compiled:
-                _notify(communicator, history, name, error)
-
-
-def _notify(communicator: TorchCommunicator, history: CallHistory, name: str, error: Exception) -> None:
-    device = history.device
-    if device is None:
-        return
-    record, at_once = history.record_of(device.type), device.type in faults.CHECKED_AT_ONCE
-    if record is not None and record.kind.value and not at_once:  # peers may have stopped sending
-        return
-    what = f"{type(error).__name__} in {name}, call {history.calls + 1}"
-    history.failure = what  # set first, because an interrupt may abort this function
-    if history.sending is not None:  # peers may expect this message or the next
-        leave(communicator, what, error)
-        return
-    probe = Probe(history, RAISED, communicator, device)
-    probe.begin(communicator, f"{what}: {str(error).removeprefix(f'{name}: ')}" if at_once else None)
-    history.pending = probe
+        if not isinstance(communicator, TorchCommunicator):
+            return
+        history = history_in(communicator)
+        device = history.device
+        if device is None or history.failure is not None or word_of(kind) in history.compiled:
+            return
+        record, at_once = history.record_of(device.type), device.type in faults.CHECKED_AT_ONCE
+        if record is not None and record.kind.value and not at_once:  # peers may have stopped sending
+            return
+        what = f"{type(error).__name__} in {name}, call {history.calls + 1}"
+        history.failure = what  # set first, because an interrupt may abort this function
+        if history.sending is not None:  # peers may expect this message or the next
+            leave(communicator, what, error)
+            return
+        probe = Probe(history, RAISED, communicator, device)
+        probe.begin(communicator, f"{what}: {str(error).removeprefix(f'{name}: ')}" if at_once else None)
+        history.pending = probe
 
 
 def leave(communicator: Communicator, what: str, error: BaseException) -> None:
@@ -138,6 +133,4 @@ def encode(text: str) -> Tensor:
 
 def decode(gathered: Tensor) -> list[str]:
     """Returns all ranks' texts."""
-    codes = gathered.to(torch.uint8)
-    texts = ctypes.string_at(codes.data_ptr(), codes.numel()).decode()
-    return [texts[start : start + _TEXT_SIZE].rstrip() for start in range(0, len(texts), _TEXT_SIZE)]
+    return [bytes(row).decode().rstrip() for row in gathered.to(torch.uint8).tolist()]

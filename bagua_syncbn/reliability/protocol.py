@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..communicators import TorchCommunicator
 from ..groups import Communicator
 from ..names import kind_of, name_of, origin_of
-from ..ops.headers import headers_differ
+from ..ops.headers import headers_differ, record_sums
 from ..options import Options
 from ..step.call import Call
 from ..step.exchange import Exchange, Received, exchange_makers
@@ -26,7 +27,7 @@ from ..torch_internals.autograd import is_capturing, untraced
 from ..torch_internals.groups import group_named
 from . import faults
 from .faults import FaultRecord, describe, differ_text
-from .history import CallHistory, history_in, history_of
+from .history import CallHistory, history_in
 from .probes import Probe, decode, encode, leave, resume
 from .signatures import CallSignature, exact_bits, shared_options, signature_of, uses_sums
 from .watch import watch
@@ -87,17 +88,16 @@ class RankExchange(Exchange):
         history.sending = None
 
     def total(self, values: Tensor) -> Tensor:
-        signature = self._signature.derivative
-        header = values.new_tensor(ops.header_sums_of(self.fingerprint(signature)))
-        packed = torch.cat([values, header])
-        total = self._send(self.communicator.all_reduce, packed, signature)
-        total, header_sums = total.tensor_split([-ops.HEADER_SUMS_SIZE])
-        differ = headers_differ(header_sums, self.communicator.size)
-        if packed.device.type != "cpu" or type(packed) is not Tensor:
+        signature, record, history = self._signature.derivative, self._record, self._history
+        send = partial(self._send, self.communicator.all_reduce, signature=signature)
+        total, differ = sum_with_header(send, values, self.fingerprint(signature), self.communicator.size)
+        if record is not None and record.is_checked_at_once and type(total) is Tensor:
+            if differ.tolist():
+                self._disagree(self._describe(signature, history.calls), total.device)
+        else:
+            record_sums(None if record is None else record.tensor, differ, history.calls if self._number else 0)
             total = total.where(~differ, torch.nan)
-        elif differ.tolist():  # on CPU
-            self._disagree(self._describe(signature, self._history.calls), packed.device)
-        self._history.sending = None
+        history.sending = None
         return total
 
     def _send(self, collective: Callable[[Tensor], Tensor], packed: Tensor, signature: CallSignature) -> Tensor:
@@ -192,14 +192,17 @@ class CompiledExchange(Exchange):
         header, self._fingerprint = note_compilation(name, communicator.size, kind, self.uses_sums, *shared)
         self.header = header, 0
 
-    def gather(self, row: Tensor) -> Received:
-        return self.sum(row) if self.uses_sums else (self.communicator.all_gather(row), 1, None, 0)
-
     def fingerprint(self) -> int:
         return self._fingerprint
 
-    def sum(self, sums: Tensor) -> Received:
-        return self.communicator.all_reduce(sums), self.communicator.size, None, 0
+
+def sum_with_header(
+    all_reduce: Callable[[Tensor], Tensor], values: Tensor, fingerprint: int, ranks: int
+) -> tuple[Tensor, Tensor]:
+    """Returns the sum over ranks of ``values`` (n), and whether the ranks had different fingerprints."""
+    packed = torch.cat([values, values.new_tensor(ops.header_sums_of(fingerprint))])
+    total, header_sums = all_reduce(packed).tensor_split([-ops.HEADER_SUMS_SIZE])
+    return total, headers_differ(header_sums, ranks)
 
 
 @untraced  # compiled checkpoints do not allow traced side effects
@@ -207,7 +210,7 @@ def note_compilation(group_name: str | None, ranks: int, kind: str, sums: bool, 
     """Records that layers of this kind are compiled in a group. Returns the header and the backward's fingerprint."""
     signature = signature_of(kind, kind, shared, sums)
     if group_name is not None:
-        history_of(group_named(group_name)).compiled.add(signature.kind)
+        history_in(TorchCommunicator(group_named(group_name))).compiled.add(signature.kind)
     caller, backward = signature.compiled_caller, signature.backward.compiled_caller
     header = hash((caller, 0)) & exact_bits(ranks) if sums else caller
     return header, hash((backward, 0)) & exact_bits(ranks)

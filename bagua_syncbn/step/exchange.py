@@ -45,7 +45,7 @@ class Exchange:
 
     def gather(self, row: Tensor) -> Received:
         """Returns the rows of all ranks, or their sum in a large group. Call :meth:`check` after the op."""
-        return self.communicator.all_gather(row), 1, None, 0
+        return self.sum(row) if self.uses_sums else (self.communicator.all_gather(row), 1, None, 0)
 
     def fingerprint(self) -> int | None:
         """Returns the fingerprint that ``batch_norm_backward_reduce`` writes into the sums."""
@@ -53,7 +53,7 @@ class Exchange:
 
     def sum(self, sums: Tensor) -> Received:
         """Returns the sums of all ranks. Call :meth:`check` after the op."""
-        return self.communicator.all_reduce(sums), 1, None, 0
+        return self.communicator.all_reduce(sums), self.communicator.size, None, 0
 
     def check(self, rows: Tensor | None = None) -> None:
         """Raises RuntimeError if the last op found different headers, in ``rows`` or else in sums."""

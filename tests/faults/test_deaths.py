@@ -1,7 +1,6 @@
 """Ranks that end during a step: their peers raise an error that names their layer, and do not abort."""
 
 import gc
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -9,6 +8,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,50 +18,16 @@ from torch import nn
 
 import bagua_syncbn
 from bagua_syncbn.communicators import TorchCommunicator, shared
+from bagua_syncbn.groups import spec_of
 from tests.faults.programs import message_of, own_group
+from tests.helpers.workers import fork_context
 
 SECONDS = 300.0  # timeout of the group; peers must detect a death long before it
 
 
-def end_process(how):
-    if how == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if how == "exit":
-        os._exit(3)
-    raise ValueError("on this rank only")
-
-
-def train_until_a_death(rank: int, size: int, store: str, how: str, where: str, answers: Any) -> None:
-    """Trains a rank of a job; the last rank ends in the second step. Peers answer with their errors."""
-    join_job(rank, size, store)
-    middle = nn.Identity()
-    model = bagua_syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(4), middle, nn.BatchNorm1d(4)))
-    x = torch.randn(3, 4, requires_grad=True)
-    model(x).sum().backward()
-    if rank == size - 1 and where == "forward":
-        middle.register_forward_hook(lambda *_: end_process(how))
-    if rank == size - 1 and where == "backward":
-        middle.register_full_backward_hook(lambda *_: end_process(how))
-    try:
-        output = model(x)
-        if rank == size - 1 and where == "between":
-            end_process(how)
-        output.square().sum().backward()
-        answers.put(("finished", ""))
-    except RuntimeError as error:
-        answers.put((str(error), message_of(model, x)))
-
-
-@pytest.fixture(scope="module")
-def context():
-    """Creates processes that have already imported torch."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "bagua_syncbn"])
-    return context
-
-
-def start(context, tmp_path, function, size, *args):
+def start(tmp_path, function, size, *args):
     """Starts the ranks of a job. Returns their processes, and the queue that ``function`` gets as its last argument."""
+    context = fork_context()
     answers = context.SimpleQueue()
     ranks = [
         context.Process(target=function, args=(rank, size, str(tmp_path / "store"), *args, answers))
@@ -78,13 +44,37 @@ def join_job(rank: int, size: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
 
 
-@pytest.mark.parametrize(("how", "where", "layer", "size", "exit_code"), [
-    ("killed", "forward", "forward of SyncBatchNorm1d '2'", 2, -signal.SIGKILL),
-    ("exit", "between", "backward of SyncBatchNorm1d '2'", 2, 3),
-    ("exception", "backward", "backward of SyncBatchNorm1d '0'", 3, 1),
+def end_process(how, *_):
+    if how == "asleep":
+        time.sleep(2 * SECONDS)
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise ValueError("on this rank only")
+
+
+def train_until_a_death(rank: int, size: int, store: str, how: str, answers: Any) -> None:
+    """Trains a rank of a job; the last rank ends in the second step. Peers answer with their errors."""
+    join_job(rank, size, store)
+    middle = nn.Identity()
+    model = bagua_syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(4), middle, nn.BatchNorm1d(4)))
+    x = torch.randn(3, 4, requires_grad=True)
+    model(x).sum().backward()
+    if rank == size - 1:
+        register = middle.register_forward_hook if how == "killed" else middle.register_full_backward_hook
+        register(partial(end_process, how))
+    try:
+        model(x).square().sum().backward()
+        answers.put(("finished", ""))
+    except RuntimeError as error:
+        answers.put((str(error), message_of(model, x)))
+
+
+@pytest.mark.parametrize(("how", "layer", "size", "exit_code"), [
+    ("killed", "forward of SyncBatchNorm1d '2'", 2, -signal.SIGKILL),
+    ("exception", "backward of SyncBatchNorm1d '0'", 3, 1),
 ])  # fmt: skip
-def test_peers_of_a_dead_rank_name_their_layer(context, tmp_path, how, where, layer, size, exit_code):
-    ranks, answers = start(context, tmp_path, train_until_a_death, size, how, where)
+def test_peers_of_a_dead_rank_name_their_layer(tmp_path, how, layer, size, exit_code):
+    ranks, answers = start(tmp_path, train_until_a_death, size, how)
     begin = time.monotonic()
     for process in ranks:
         process.join(2 * SECONDS)
@@ -99,46 +89,38 @@ def test_peers_of_a_dead_rank_name_their_layer(context, tmp_path, how, where, la
         assert "process_group: this group failed before" in again
 
 
-def rank_in_compiled_code(rank: int, size: int, store: str, end: str, answers: Any) -> None:
+def exchange_until_a_death(rank: int, size: int, store: str, how: str, answers: Any) -> None:
+    """Calls the op of compiled code twice; rank 1 ends before its second call. Rank 0 answers with its errors."""
     join_job(rank, size, store)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    model = bagua_syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(4)))
-    step = torch.compile(model, backend="aot_eager")
-    x = torch.randn(3, 4, requires_grad=True)
-    step(x).sum().backward()
-    output = step(x)
+    exchange = partial(torch.ops.bagua_syncbn.exchange, torch.ones(3), spec_of(None).communicator().name, size, False)
+    exchange()
     if rank == 1:
-        if end == "killed":
-            end_process(end)
-        time.sleep(2 * SECONDS)
-    messages = []
-    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
-    if end == "interrupted":
+        end_process(how)
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    if how == "asleep":
         timer.start()
-    begin = time.monotonic()
-    for call in (lambda: output.square().sum().backward(), lambda: step(x)):
+    for _ in range(2):
         try:
-            call()
+            exchange()
         except (RuntimeError, KeyboardInterrupt) as error:
-            messages.append(f"{type(error).__name__}: {error}")
-    answers.put((time.monotonic() - begin, messages))
+            answers.put(f"{type(error).__name__}: {error}")
 
 
 @pytest.mark.skipif(bool(shared.problem()), reason=shared.problem() or "none")
-@pytest.mark.parametrize("end", ["killed", pytest.param("interrupted", marks=pytest.mark.slow)])
-def test_a_wait_in_compiled_code_ends_promptly_with_the_reason(context, tmp_path, end):
-    ranks, answers = start(context, tmp_path, rank_in_compiled_code, 2, end)
+@pytest.mark.parametrize("how", ["killed", "asleep"])
+def test_a_wait_in_compiled_code_ends_promptly_with_the_reason(tmp_path, how):
+    ranks, answers = start(tmp_path, exchange_until_a_death, 2, how)
+    begin = time.monotonic()
     ranks[0].join(2 * SECONDS)
+    assert time.monotonic() - begin < SECONDS / 4
     for process in ranks:
         process.kill()
-    took, (first, again) = answers.get()
-    assert took < SECONDS / 4
-    if end == "killed":
-        assert "sync_batch_norm: collective failed in compiled code, on rank 0 of 2: RuntimeError: rank 1 of" in first
-        assert "rank 1 of the group has ended or closed its files" in first
-    else:
-        assert first.startswith("KeyboardInterrupt")
-    assert again.startswith("RuntimeError: sync_batch_norm: collective failed in compiled code, on rank 0 of 2")
+    first, again = answers.get(), answers.get()
+    failed = "RuntimeError: sync_batch_norm: collective failed in compiled code, on rank 0 of 2: RuntimeError: "
+    assert first.startswith(f"{failed}rank 1 of" if how == "killed" else "KeyboardInterrupt")
+    assert ("rank 1 of the group has ended or closed its files" in first) is (how == "killed")
+    assert again.startswith(failed)
 
 
 @pytest.mark.ranks(2)
@@ -174,13 +156,12 @@ FIRST_CALL = """
 layer = bagua_syncbn.SyncBatchNorm1d(4)
 layer(torch.randn(3, 4))
 """
-# With torch 2.13, a process that has called a layer exits immediately even if no collective is kept, so these scripts
-# do not call layers.
-COLLECTIVE = """
+# With torch 2.13, a process that has called a layer exits immediately even if no collective is kept, so this script
+# does not call a layer.
+COLLECTIVES = """
 communicator = bagua_syncbn.communicators.TorchCommunicator(dist.group.WORLD)
-"""
-INTERRUPTED = """
-signal.alarm(2)
+communicator.begin_all_gather(torch.ones(3))
+signal.alarm(1)
 try:
     communicator.all_gather(torch.ones(3))
 except KeyboardInterrupt:
@@ -189,29 +170,29 @@ except KeyboardInterrupt:
 # Scripts of rank 0, with a part of the standard error and the exit code.
 ENDS = {
     "an interrupted call": (
-        FIRST_CALL + "signal.alarm(2); layer(torch.randn(3, 4))", "KeyboardInterrupt", -signal.SIGINT
+        FIRST_CALL + "signal.alarm(1); layer(torch.randn(3, 4))", "KeyboardInterrupt", -signal.SIGINT
     ),
     "an invalid call": (FIRST_CALL + "layer(torch.randn(4))", "expected 2D or 3D input", 1),
-    "an unfinished collective": (COLLECTIVE + "communicator.begin_all_gather(torch.ones(3))", "", 0),
-    "an interrupted collective": (COLLECTIVE + INTERRUPTED, "interrupted", 0),
+    "unfinished collectives": (COLLECTIVES, "interrupted", 0),
 }  # fmt: skip
 
 
-def stay_away(store: str, calls: bool) -> None:
-    join_job(1, 2, store)
-    if calls:
-        bagua_syncbn.SyncBatchNorm1d(4)(torch.randn(3, 4))
-    time.sleep(2 * SECONDS)
+def stay_away(rank: int, size: int, store: str, calls: bool, _: Any) -> None:
+    if rank == 1:
+        join_job(rank, size, store)
+        if calls:
+            bagua_syncbn.SyncBatchNorm1d(4)(torch.randn(3, 4))
+        end_process("asleep")
 
 
-@pytest.mark.parametrize("end", ENDS)
-def test_a_rank_ends_without_waiting_for_its_peers(context, tmp_path, end):
-    (script, error, code), store = ENDS[end], str(tmp_path / "store")
-    peer = context.Process(target=stay_away, args=(store, FIRST_CALL in script))
-    peer.start()
-    ended = subprocess.run(
-        [sys.executable, "-c", BEGIN + script, store], capture_output=True, text=True, timeout=SECONDS
-    )
+@pytest.mark.parametrize(
+    "end", [pytest.param(end, marks=() if "collectives" in end else pytest.mark.slow) for end in ENDS]
+)
+def test_a_rank_ends_without_waiting_for_its_peers(tmp_path, end):
+    script, error, code = ENDS[end]
+    (_, peer), _ = start(tmp_path, stay_away, 2, FIRST_CALL in script)
+    arguments = [sys.executable, "-c", BEGIN + script, str(tmp_path / "store")]
+    ended = subprocess.run(arguments, capture_output=True, text=True, timeout=SECONDS)
     assert peer.is_alive()
     peer.kill()
     assert error in ended.stderr
