@@ -89,7 +89,7 @@ def main() -> None:
         for page in PAGES:
             type_page(page, checkout, inherited | FAST_BUILD | given | {"BAGUA_SYNCBN_CUDA_ARCHS": "native"})
         kernels = type_in(checkout, "python -m bagua_syncbn", inherited | given)
-        assert re.search("^kernels +native", kernels, re.M), kernels
+        assert re.search('"kernels": "native', kernels, re.M), kernels
     print(f"commands of the documentation: all run, {time.monotonic() - start:.0f} s")
 
 

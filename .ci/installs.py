@@ -129,7 +129,7 @@ def check(install: Install, directory: Path) -> None:
     if install.lacks == "torch":
         place_of_torch.symlink_to(Path(torch.__file__).parent)
 
-    info = json.loads(run([python, "-W", "ignore", "-m", "bagua_syncbn", "--json"], outside))
+    info = json.loads(run([python, "-W", "ignore", "-m", "bagua_syncbn"], outside))
     build = info["build"]
     assert build == install.build or (install.build is None and build != "python"), info
     kernels = "reference" if build == "python" else "native"

@@ -1,11 +1,45 @@
-"""Runs :mod:`bagua_syncbn.info`, or :mod:`bagua_syncbn.verification` for ``python -m bagua_syncbn verify``."""
+"""``python -m bagua_syncbn`` prints versions, kernels, devices and engines as JSON, for bug reports."""
 
-import sys
+import json
+import platform
+from itertools import product
+from pathlib import Path
+from typing import Any
 
-from .info import main
-from .verification import main as verify
+import torch
+import torch.distributed as dist
 
-if sys.argv[1:2] == ["verify"]:
-    verify(sys.argv[2:])
-else:
-    main()
+from .communicators import bagua, shared
+from .cuda import EXPERIMENTAL, check_kernels_on, cuda_kernels
+from .ops import DTYPES, KERNELS
+from .version import __version__
+
+_BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
+
+
+def collect_info() -> dict[str, Any]:
+    """Compares native CUDA kernels with plain torch, and returns what to print."""
+    devices = range(torch.cuda.device_count())
+    for index, dtype in product(devices, DTYPES):
+        check_kernels_on(torch.device("cuda", index), dtype)
+    cuda = [f"cuda:{index}: {cuda_kernels(index)}" for index in devices]
+    build_info = Path(__file__).with_name("build_info.json")  # written by setup.py
+    problem, has_backends = shared.problem(), dist.is_available()
+    return {
+        "bagua_syncbn": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "torch": torch.__version__,
+        "torch_cuda": torch.version.cuda,
+        "kernels": KERNELS,
+        "cuda_kernels": cuda or [EXPERIMENTAL] * KERNELS.endswith("cuda"),
+        **(json.loads(build_info.read_text()) if build_info.exists() else {}),
+        "devices": ["cpu", *map(torch.cuda.get_device_name, devices)],
+        "torch_distributed_backends": [name for name in _BACKENDS if has_backends and dist.is_backend_available(name)],
+        "exchange_on_one_host": f"collectives: {problem}" if problem else "shared memory",
+        "bagua": bagua.installed_version(),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(collect_info(), indent=2))

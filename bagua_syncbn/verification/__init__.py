@@ -1,6 +1,6 @@
 """Verifies that ranks train like one process, and measures whether a model needs synchronization."""
 
 from .noise import BatchNoise, LayerNoise, measure_batch_noise
-from .verify import Verdict, main, verify_synchronization
+from .verify import Verdict, verify_synchronization
 
-__all__ = ["BatchNoise", "LayerNoise", "Verdict", "main", "measure_batch_noise", "verify_synchronization"]
+__all__ = ["BatchNoise", "LayerNoise", "Verdict", "measure_batch_noise", "verify_synchronization"]

@@ -8,20 +8,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..dry_run import digest
 from ..names import name_of
 from ..sync_batchnorm import SyncBatchNorm
-from .ranks import tensors_in
-from .steps import Comparison, Step, first_difference, kind_of
+from .steps import Comparison, Step, differences, kind_of, tensors_in
 
 
-def causes_of(difference: str, found: Comparison, model: nn.Module, actual: Step, expected: Step) -> Iterator[str]:
-    """Yields the likely causes of the ``difference`` between a step of ``model`` on the ranks and in one process."""
-    ranks, second = found.ranks, found.run_alone()
-    if first_difference(ranks, {name: (second[name], expected[name]) for name in second if name in expected}):
-        yield "the step is random (e.g. dropout): repeated in one process, the result differs"
-        return
-    yield from _unsynchronized(found, model, actual)
+def causes_of(difference: str, found: Comparison, actual: Step, expected: Step) -> Iterator[str]:
+    """Yields the likely causes of the ``difference`` between a step on the ranks and in one process."""
+    yield from _unsynchronized(found, actual)
+    ranks = found.ranks
 
     def is_equal(weight: float) -> bool:
-        return not first_difference(ranks, found.pairs(found.run(weight), expected))
+        return not any(differences(found.combined(found.run(weight)), expected).values())
 
     sizes = {tensor.size(0) for tensor in tensors_in(found.batch) if tensor.dim()}
     counts = ranks.gather(sizes.pop() if len(sizes) == 1 else 0)
@@ -38,11 +34,11 @@ def causes_of(difference: str, found: Comparison, model: nn.Module, actual: Step
         )
 
 
-def _unsynchronized(found: Comparison, model: nn.Module, actual: Step) -> Iterator[str]:
+def _unsynchronized(found: Comparison, actual: Step) -> Iterator[str]:
     """Yields notes on modules with buffers that differ between ranks, and on unconverted layers."""
     buffers = {name: digest(tensor) for name, tensor in actual.items() if kind_of(name) == "buffer"}
     differing = found.ranks.differing(buffers)
-    for name, module in model.named_modules():
+    for name, module in found.model.named_modules():
         path = f"buffer {name}." if name else "buffer "
         unlike = [buffer for buffer in module._buffers if path + buffer in differing]
         is_local = isinstance(module, _BatchNorm) and not isinstance(module, (SyncBatchNorm, nn.SyncBatchNorm))

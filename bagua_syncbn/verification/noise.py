@@ -1,9 +1,7 @@
 """Batch noise: the error of batch statistics relative to the statistics of all data, per layer."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import reduce
 from math import inf, sqrt
 from typing import Any, NamedTuple
 from warnings import warn
@@ -26,7 +24,6 @@ class LayerNoise:
     """Batch noise of a layer: the root mean square over its channels."""
 
     name: str
-    """Name in the model, with ``", call 2"`` for the second call in a forward pass, and so on."""
     positions: int
     """Values per channel in each sample."""
     worth: float
@@ -41,7 +38,7 @@ class LayerNoise:
 
 @dataclass(frozen=True)
 class BatchNoise:
-    """Result of :func:`measure_batch_noise`, equal on all ranks; ``str`` returns the verdict and a table with bars."""
+    """Result of :func:`measure_batch_noise`, equal on all ranks; ``str`` returns the verdict and a table."""
 
     layers: tuple[LayerNoise, ...]
     samples: int
@@ -68,12 +65,10 @@ class BatchNoise:
     def __str__(self) -> str:
         sizes = sorted({2, 8, 32, self.samples, self.samples * self.ranks})
         width = max(len(name) for name in ("layer", *(layer.name for layer in self.layers)))
-        largest = max(layer.at(self.samples) for layer in self.layers) or 1.0
         lines = [self.verdict, f"{'layer':{width}}  values   worth" + "".join(f"{f'at {size}':>8}" for size in sizes)]
         for layer in self.layers:
             noise = "".join(f"{layer.at(size):8.0%}" for size in sizes)
-            bar = "#" * round(30 * layer.at(self.samples) / largest)
-            lines.append(f"{layer.name:{width}}  {layer.positions:6}  {layer.worth:6.1f}{noise}  {bar}".rstrip())
+            lines.append(f"{layer.name:{width}}  {layer.positions:6}  {layer.worth:6.1f}{noise}")
         return "\n".join(lines)
 
 
@@ -95,26 +90,21 @@ def measure_batch_noise(
     .. math:: \text{noise}^2 = \frac{1}{N} \left(
         \frac{\operatorname{Var}(m)}{\sigma^2} + \frac{\operatorname{Var}(v)}{4 \sigma^4} \right)
 
-    to first order, with the per-sample means :math:`m` of :math:`x` and :math:`v` of :math:`(x - \mu)^2`. Above 0.5,
-    this approximation is inaccurate: the noise is large. A sample is worth :math:`\sigma^2 / \operatorname{Var}(m) = S
-    / (1 + (S - 1) \rho)` independent values if its :math:`S` positions have correlation :math:`\rho` (Kish, *Survey
-    Sampling*, 1965). Samples are assumed to be independent and shuffled; video frames are not.
+    to first order, with the per-sample means :math:`m` of :math:`x` and :math:`v` of :math:`(x - \mu)^2`; above 0.5 it
+    is only known to be large. A sample is worth :math:`\sigma^2 / \operatorname{Var}(m) = S / (1 + (S - 1) \rho)`
+    independent values if its :math:`S` positions have correlation :math:`\rho` (Kish, *Survey Sampling*, 1965).
+    Samples must be independent and shuffled, unlike video frames. Repeated calls of a layer count as more samples.
 
-    The model runs in evaluation mode, without communication. Model state and random states do not change. Ranks may
-    have different numbers of batches. The result depends on the current parameters and running statistics: train a new
-    model for some steps first.
+    The model runs in evaluation mode, without communication. Its state and random states do not change. Ranks may have
+    different numbers of batches. Train a new model for some steps first: noise depends on parameters and running
+    statistics.
 
     Args:
-        module: the model in training mode, wrapped or not, converted or not. Layers in evaluation mode (e.g. frozen
-            layers) are skipped.
+        module: the model in training mode, wrapped or not, converted or not. Layers in evaluation mode are skipped.
         samples: samples per rank that the verdict assumes; None for the size of the largest batch.
         limit: the verdict is to synchronize if the noise exceeds this limit.
-        batches, forward, device, process_group: as for :func:`recalibrate_statistics`, with a few hundred samples in
-            total.
-
-    Returns:
-        A :class:`~bagua_syncbn.verification.BatchNoise`: a verdict and a per-layer table as text, and
-        :meth:`~bagua_syncbn.verification.BatchNoise.at` for other batch sizes.
+        batches, forward, device, process_group: as for :func:`recalibrate_statistics`. A few hundred samples in total
+            are enough; each takes 16 bytes per channel.
 
     Raises:
         TypeError: ``module`` is not a module, ``batches`` not an iterable of batches, or ``forward`` not callable.
@@ -129,70 +119,32 @@ def measure_batch_noise(
         at 2 samples per rank, batch noise is 52% of the standard deviation in '8': synchronize; above 5% in 3 of 3 ...
     """
     ranks = Peers("measure_batch_noise", process_group)
-    by_rank = ranks.gather(ranks.run("the batches", lambda: _measure(module, batches, forward, device)))
-    names = dict.fromkeys(name for sums in by_rank for name in sums)
-    if not names:
+    by_rank = ranks.gather(ranks.run("the batches", lambda: _observe(module, batches, forward, device)))
+    names = dict.fromkeys(name for own in by_rank for name in own)
+    found = {name: [input for own in by_rank for input in own.get(name, [])] for name in names}
+    if not found:
         raise ValueError("batches: expected a non-empty batch on some rank, got none that reaches a layer")
-    total = {name: reduce(_Sums.__add__, [sums[name] for sums in by_rank if name in sums]) for name in names}
-    layers = tuple(sums.noise(name) for name, sums in total.items())
-    return BatchNoise(layers, samples or max(sums.largest for sums in total.values()), ranks.size, limit)
+    largest = max(len(features) for inputs in found.values() for features, *_ in inputs)
+    layers = tuple(_noise(name, inputs) for name, inputs in found.items())
+    return BatchNoise(layers, samples or largest, ranks.size, limit)
 
 
-class _Sums(NamedTuple):
-    """Sums over the samples of a layer. A sample has features (C, 2): the means of values and of squared values."""
+class _Input(NamedTuple):
+    """An input of a layer, reduced to each sample's means of values and of squared values (N, C, 2)."""
 
-    eps: float
+    features: Tensor
     positions: int
-    largest: int
-    """Samples in the largest batch."""
-    samples: int
-    mean: Tensor
-    """Mean features (C, 2)."""
-    squares: Tensor
-    """Sums of products of centered features (C, 2, 2)."""
-
-    @classmethod
-    def of(cls, input: Tensor, eps: float) -> "_Sums":
-        """Returns the sums of one batch (N, C, \\*)."""
-        values = (input.detach().cpu() if input.device.type == "mps" else input.detach()).double()  # no float64 on MPS
-        values = values.flatten(2) if values.dim() > 2 else values.unsqueeze(2)
-        features = torch.stack([values.mean(2), values.square().mean(2)], -1)
-        mean = features.mean(0)
-        squares = torch.einsum("nci,ncj->cij", features - mean, features - mean)
-        return cls(eps, values.size(2), len(values), len(values), mean, squares)
-
-    def __add__(self, other: "_Sums") -> "_Sums":  # type: ignore[override]
-        largest, samples = max(self.largest, other.largest), self.samples + other.samples
-        step = other.mean - self.mean
-        squares = (
-            self.squares + other.squares + step[:, :, None] * step[:, None] * self.samples * other.samples / samples
-        )
-        mean = self.mean + step * other.samples / samples
-        return self._replace(largest=largest, samples=samples, mean=mean, squares=squares)
-
-    def noise(self, name: str) -> LayerNoise:
-        if self.samples < 2:
-            raise ValueError(f"batches: expected at least two samples, got {self.samples} in {name!r}")
-        mean, variance = self.mean[:, 0], self.mean[:, 1] - self.mean[:, 0].square()
-        (var_of_mean, mixed), (_, var_of_square) = (self.squares / (self.samples - 1)).permute(1, 2, 0)
-        var_of_var = var_of_square - 4 * mean * mixed + 4 * mean.square() * var_of_mean
-        scale = variance + self.eps
-        terms = var_of_mean / scale, variance * var_of_var / (4 * scale**3)
-        of_mean, of_var = (term.where(term > 1e-12, 0) for term in terms)  # smaller terms are rounding errors
-        worth = ((variance / scale).sum() / of_mean.sum()).item() if of_mean.any() else inf
-        return LayerNoise(name, self.positions, worth, (of_mean + of_var).mean().sqrt().item())
+    eps: float
 
 
-def _measure(module: nn.Module, batches: Iterable[Any], forward: object, device: Any) -> dict[str, _Sums]:
-    """Returns the sums of each layer, and of each call of a layer in a forward pass, over ``batches``."""
+def _observe(module: nn.Module, batches: Iterable[Any], forward: object, device: Any) -> dict[str, list[_Input]]:
+    """Returns the inputs of each layer."""
     check_module(module)
     if not isinstance(batches, Iterable) or isinstance(batches, Tensor):
         raise TypeError(f"batches: expected an iterable of batches, got {type(batches).__name__}")
     run_model = forward_of(module, forward, device)
     modules = unwrapped(module).named_modules()
-    layers: dict[str, Any] = {
-        name: layer for name, layer in modules if isinstance(layer, _BatchNorm) and layer.training
-    }
+    layers: dict[str, Any] = {name: part for name, part in modules if isinstance(part, _BatchNorm) and part.training}
     if not layers:
         raise ValueError("module: expected batch normalization layers in training mode, got none")
     counters = {name: layer.num_batches_tracked for name, layer in layers.items()}
@@ -200,23 +152,32 @@ def _measure(module: nn.Module, batches: Iterable[Any], forward: object, device:
     if new:
         warn(f"measure_batch_noise: layers with untrained running statistics: {', '.join(new)}; train for some steps, "
              "or call recalibrate_statistics", stacklevel=6)  # fmt: skip
-    calls: Counter[str] = Counter()
-    found: dict[str, _Sums] = {}
+    found: dict[str, list[_Input]] = {}
 
     def add(name: str, layer: Any, args: Any, kwargs: Any) -> None:
         input = args[0] if args else kwargs["input"]
         masked = {"mask", "lengths"} & kwargs.keys() or (isinstance(layer, SyncBatchNorm) and is_masked(layer))
         if masked or is_distributed(input):
             raise ValueError(f"module: expected layers without masks or DTensors, got {name!r} with one")
-        calls[name] += 1
-        name = name if calls[name] == 1 else f"{name}, call {calls[name]}"
         if input.numel():
-            sums = _Sums.of(input, layer.eps)
-            found[name] = found[name] + sums if name in found else sums
+            values = (input.cpu() if input.device.type == "mps" else input).double()  # no float64 on MPS
+            values = values.flatten(2) if values.dim() > 2 else values.unsqueeze(2)
+            features = torch.stack([values.mean(2), values.square().mean(2)], -1).cpu()
+            found.setdefault(name, []).append(_Input(features, values.size(2), layer.eps))
 
-    def run(batch: Any) -> None:
-        calls.clear()
-        run_model(batch)
-
-    observe_inputs(module, layers, add, batches, run, training=False)
+    observe_inputs(module, layers, add, batches, run_model, training=False)
     return found
+
+
+def _noise(name: str, inputs: list[_Input]) -> LayerNoise:
+    means, squares = torch.cat([input.features for input in inputs]).unbind(-1)
+    if len(means) < 2:
+        raise ValueError(f"batches: expected at least two samples, got {len(means)} in {name!r}")
+    mean = means.mean(0)
+    variances = squares - 2 * mean * means + mean.square()  # each sample's mean of (x - mean)^2
+    variance, (_, positions, eps) = variances.mean(0), inputs[0]
+    scale = variance + eps
+    terms = means.var(0) / scale, variance * variances.var(0) / (4 * scale**3)
+    of_mean, of_var = (term.where(term > 1e-12, 0) for term in terms)  # smaller terms are rounding errors
+    worth = ((variance / scale).sum() / of_mean.sum()).item() if of_mean.any() else inf
+    return LayerNoise(name, positions, worth, (of_mean + of_var).mean().sqrt().item())

@@ -1,10 +1,8 @@
-"""Exchange of Python objects between ranks, and helpers for nested batches of tensors."""
+"""Exchange of Python objects between ranks."""
 
-import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -59,48 +57,6 @@ class Peers:
         names = dict.fromkeys(name for of_rank in by_rank for name in of_rank)
         return [name for name in names if any(of_rank.get(name) != values.get(name) for of_rank in by_rank)]
 
-    def mean(self, tensor: Tensor) -> Tensor:
-        """Returns the mean of ``tensor`` over ranks."""
-        total = tensor.clone()
-        if self.size > 1:
-            dist.all_reduce(total, group=self.group)
-        return total / self.size
-
-
-def tensors_in(values: Any) -> list[Tensor]:
-    """Returns the tensors in nested ``values``."""
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
-
 
 def _on_cpu(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().clone().requires_grad_(tensor.requires_grad)
-
-
-def joined(batches: Sequence[Any]) -> Any:
-    """Concatenates each tensor of nested batches along its first dimension; other values must be equal."""
-    if any(pytree.tree_structure(batch) != pytree.tree_structure(batches[0]) for batch in batches):
-        raise ValueError("batch: expected the same structure on all ranks; or pass merge")
-
-    def join(*row: Any) -> Any:
-        if isinstance(row[0], Tensor) and row[0].dim():
-            return torch.cat(row).detach().requires_grad_(row[0].requires_grad)
-        if len({pickle.dumps(value) for value in row}) > 1:
-            raise ValueError(f"batch: expected tensors, or equal values on all ranks, got {row}; or pass merge")
-        return row[0]
-
-    return pytree.tree_map(join, *batches)
-
-
-def in_float64(values: Any, like: Any) -> Any:
-    """Returns a copy of ``values`` with floating point tensors in float64, on the devices of the tensors in ``like``.
-
-    If ``like`` has a different number of tensors, all go to the device of its first tensor.
-    """
-    number, devices = len(tensors_in(values)), [tensor.device for tensor in tensors_in(like)]
-    targets = iter(devices if len(devices) == number else [*devices, torch.device("cpu")][:1] * number)
-
-    def convert(tensor: Tensor) -> Tensor:
-        dtype = torch.float64 if tensor.is_floating_point() else tensor.dtype
-        return tensor.detach().to(next(targets), dtype, copy=True).requires_grad_(tensor.requires_grad)
-
-    return pytree.tree_map_only(Tensor, convert, values)
+    return tensor.detach().cpu().clone()

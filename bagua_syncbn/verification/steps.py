@@ -1,28 +1,32 @@
-"""A float64 training step of a module on the ranks and in one process, and the comparison of the two."""
+"""Comparison of a float64 training step on the ranks with one process on the merged batch."""
 
 import copy
-from collections.abc import Callable, Iterator
+import pickle
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import inf, isfinite
+from itertools import cycle
+from math import isfinite
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .. import functional, over_ranks
 from ..conversion import convert_sync_batchnorm
 from ..errors import notify_peers
 from ..groups import LOCAL, spec_of
 from ..sync_batchnorm import SyncBatchNorm
-from .ranks import Peers, in_float64, tensors_in
+from ..torch_internals.modules import pytree
+from .ranks import Peers
 
 Loss: TypeAlias = Callable[[Any, Any], Tensor]
 
 Step: TypeAlias = dict[str, Tensor]
-"""Results of a step. Keys combine a kind (output, loss, input-gradient, gradient or buffer) with an index or name."""
-
-Pairs: TypeAlias = dict[str, tuple[Tensor, Tensor]]
+"""Results of a step. Keys combine a kind (output, loss, gradient or buffer) with an index or name."""
 
 # Tolerances in float64, relative to a tensor and, because terms may cancel, to the largest tensor of its kind.
 _RELATIVE, _OF_LARGEST = 1e-7, 1e-12
@@ -30,81 +34,79 @@ _RELATIVE, _OF_LARGEST = 1e-7, 1e-12
 
 @dataclass(frozen=True)
 class Comparison:
-    """A step on the ranks, each with its batch, and the same step in one process on the merged batch."""
+    """Runs steps of copies of ``model``, which is equal on all ranks."""
 
     ranks: Peers
-    copy: Callable[[], nn.Module]
-    """Returns a float64 copy of the module, equal on all ranks."""
+    model: nn.Module
     batch: Any
     """Batch of this rank."""
-    whole: Any
-    """Merged batch."""
     loss: Loss
 
-    def run_alone(self) -> Step:
-        """Runs the step in one process."""
+    def run_alone(self, what: str, batch: Any, evaluates: bool = False) -> Step:
+        """Runs a step on ``batch`` in this process. If ``evaluates``, layers use running statistics."""
 
         def run() -> Step:
-            module = self.copy()
-            for layer in list(module.modules()):
+            model = self._copied()
+            for layer in list(model.modules()):
                 if isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)):
                     convert_sync_batchnorm(layer, LOCAL)
-            with local_functions(functional, over_ranks):
-                return _run(module, in_float64(self.whole, self.batch), self.loss)
+                if evaluates and isinstance(layer, _BatchNorm):
+                    layer.eval()
+            with _local(over_ranks, *() if evaluates else (functional,)):  # functions need values of all ranks
+                return _run(model, _in_float64(batch, self.batch), self.loss)
 
-        return self.ranks.run("the step in one process", run)
+        return self.ranks.run(what, run)
 
     def run(self, weight: float = 1.0) -> Step:
-        """Runs the step on the ranks, with the loss multiplied by ``weight``."""
-        step = lambda: _run(self.copy(), in_float64(self.batch, self.batch), self.loss, weight)  # noqa: E731
-        return self.ranks.run("the step on ranks", step)
+        """Runs a step on the ranks, with the loss multiplied by ``weight``."""
+        batch = _in_float64(self.batch, self.batch)
+        return self.ranks.run("the step on ranks", lambda: _run(self._copied(), batch, self.loss, weight))
 
-    def pairs(self, actual: Step, expected: Step) -> Pairs:
-        """Pairs the tensors of a step on the ranks with the same step in one process.
+    def _copied(self) -> nn.Module:
+        try:
+            return copy.deepcopy(self.model).double()
+        except Exception as error:
+            text = "model: expected a model that can be copied; verify it before fully_shard or with_bagua"
+            raise RuntimeError(f"{text} ({error})") from error
 
-        Losses and gradients are averaged over ranks. Outputs and input gradients are compared with this rank's part, or
-        skipped if the first dimension is not the batch.
+    def combined(self, step: Step) -> Step:
+        """Combines a step on the ranks: concatenates outputs, stacks buffers, averages losses and gradients.
+
+        Skips outputs that cannot be concatenated, and tensors that some ranks do not have.
         """
-        ranks, pairs = self.ranks, {}
-        shapes = ranks.gather({name: tuple(tensor.shape) for name, tensor in actual.items()})
-        for name, whole in expected.items():
-            if not all(name in of_rank for of_rank in shapes):
+        names = self.ranks.gather([*step])
+        combined = {}
+        for name in names[0]:
+            if not all(name in of_rank for of_rank in names):
                 continue
-            tensor, kind = actual[name], kind_of(name)
-            if kind in ("loss", "gradient"):
-                tensor = ranks.mean(tensor)
-            elif kind in ("output", "input-gradient"):
-                parts = [of_rank[name] for of_rank in shapes]
-                sizes = [part[0] for part in parts if part and part[1:] == whole.shape[1:]]
-                if len(sizes) < ranks.size or sum(sizes) != len(whole):
-                    continue
-                whole = whole.split(sizes)[ranks.rank]
-                tensor = tensor / ranks.size if kind == "input-gradient" else tensor
-            pairs[name] = tensor, whole
-        return pairs
+            parts = self.ranks.gather(step[name])
+            if kind_of(name) != "output":
+                stacked = torch.stack(parts)
+                combined[name] = stacked if kind_of(name) == "buffer" else stacked.mean(0)
+            elif all(part.dim() and part.shape[1:] == parts[0].shape[1:] for part in parts):
+                combined[name] = torch.cat(parts)
+        return combined
 
 
-def first_difference(ranks: Peers, pairs: Pairs) -> str:
-    """Describes the first pair that differs on any rank, on the rank with the largest error; empty if all pairs are
-    equal."""
-    return min(ranks.gather(_first_difference(pairs, ranks.rank)))[2]
-
-
-def _first_difference(pairs: Pairs, rank: int) -> tuple[float, float, str]:
-    """Returns index, negated error and description of the first pair that differs on this rank."""
-    largest: dict[str, float] = {}
-    for name, (_, expected) in pairs.items():
-        largest[kind_of(name)] = max(largest.get(kind_of(name), 0.0), _largest(expected))
-    for index, (name, (actual, expected)) in enumerate(pairs.items()):
-        if actual.shape != expected.shape:
-            return index, -inf, f"{name} has size {list(actual.shape)} on rank {rank}, not {list(expected.shape)}"
-        dtype = torch.promote_types(expected.dtype, torch.float64)
-        actual, expected = actual.detach().to(dtype), expected.detach().to(dtype)
-        size, error = _largest(expected), _largest(actual - expected)
+def differences(actual: Step, expected: Step) -> dict[str, str]:
+    """Describes how each tensor differs, or "" if it is equal. Skips outputs whose first dimension is not the batch."""
+    found, largest = {}, defaultdict[str, float](float)
+    for name, tensor in expected.items():
+        largest[kind_of(name)] = max(largest[kind_of(name)], _largest(_widened(tensor)))
+    for name, tensor in actual.items():
+        if name not in expected or (kind_of(name) == "output" and tensor.shape != expected[name].shape):
+            continue
+        tensor, wanted = _widened(tensor), _widened(expected[name]).expand_as(tensor)
+        size = _largest(wanted)
         allowed = _RELATIVE * size + _OF_LARGEST * largest[kind_of(name)]
-        if not torch.isclose(actual, expected, 0, allowed if isfinite(allowed) else 0, equal_nan=True).all():
-            return index, -error, f"{name} differs by up to {error:.1e} on rank {rank}, of values up to {size:.1e}"
-    return inf, 0.0, ""
+        is_equal = torch.allclose(tensor, wanted, rtol=0, atol=allowed if isfinite(allowed) else 0, equal_nan=True)
+        error = f"{name} differs by up to {_largest(tensor - wanted):.1e}, of values up to {size:.1e}"
+        found[name] = "" if is_equal else error
+    return found
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.cpu().to(torch.promote_types(tensor.dtype, torch.float64))
 
 
 def kind_of(name: str) -> str:
@@ -113,37 +115,40 @@ def kind_of(name: str) -> str:
 
 
 def _largest(tensor: Tensor) -> float:
-    return float(tensor.detach().abs().max()) if tensor.numel() else 0.0
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
-def _run(module: nn.Module, batch: Any, loss: Loss, weight: float = 1.0) -> Step:
-    """Runs a step of ``module``."""
+def _run(model: nn.Module, batch: Any, loss: Loss, weight: float = 1.0) -> Step:
     outputs: list[Tensor] = []
-    module.register_forward_hook(lambda _, args, output: outputs.extend(tensors_in(output)))
+    called: set[nn.Module] = set()
+    ignores_copy = ValueError("loss: expected a function that calls its first argument, an unwrapped copy of the model")
+    model.register_forward_hook(lambda _, args, output: outputs.extend(tensors_in(output)))
     try:
         with torch.enable_grad():
-            value = loss(module, batch) * weight
+            with register_module_forward_pre_hook(lambda part, _: called.add(part)):
+                value = loss(model, batch) * weight
+            if called.isdisjoint(model.modules()):
+                raise ignores_copy
             value.backward()
     except Exception as error:
-        for layer in module.modules():
+        for layer in model.modules():
             if isinstance(layer, SyncBatchNorm):  # peers may be waiting in this layer
                 notify_peers(layer._sync_state.group, layer, error)
+        if called and called.isdisjoint(model.modules()):  # the error may only be that dtypes differ
+            raise ignores_copy from error
         raise
     step = {f"output {index}" if len(outputs) > 1 else "output": output for index, output in enumerate(outputs)}
-    step["loss"] = value.detach() if weight else torch.zeros_like(value)  # an empty batch may have a loss of NaN
-    inputs = [tensor for tensor in tensors_in(batch) if tensor.requires_grad]
-    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-    step |= {f"input-gradient {index}": _gradient(tensor) for index, tensor in enumerate(inputs)}
-    step |= {f"gradient {name}": _gradient(parameter) for name, parameter in trained.items()}
-    return step | {f"buffer {name}": buffer for name, buffer in module.named_buffers()}
-
-
-def _gradient(tensor: Tensor) -> Tensor:
-    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.to_dense()
+    step["loss"] = value if weight else torch.zeros_like(value)  # an empty batch may have a loss of NaN
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            gradient = parameter.grad
+            step[f"gradient {name}"] = torch.zeros_like(parameter) if gradient is None else gradient.to_dense()
+    step |= {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
+    return {name: tensor.detach() for name, tensor in step.items()}
 
 
 @contextmanager
-def local_functions(*modules: Any) -> Iterator[None]:
+def _local(*modules: Any) -> Iterator[None]:
     """Context manager in which the functions of ``modules`` do not synchronize, regardless of ``process_group``."""
     for module in modules:
         module.spec_of = lambda _: spec_of(LOCAL)  # in all threads, because replicas also call functions
@@ -154,21 +159,32 @@ def local_functions(*modules: Any) -> Iterator[None]:
             module.spec_of = spec_of
 
 
-class Layers(nn.Module):
-    """Float64 copies of layers, by name. The forward pass takes a list of calls: name, args and kwargs."""
-
-    def forward(self, calls: list[tuple[str, Any, Any]]) -> list[Any]:
-        return [self._modules[name](*args, **kwargs) for name, args, kwargs in calls]  # type: ignore[misc]
+def tensors_in(values: Any) -> list[Tensor]:
+    """Returns the tensors in nested ``values``."""
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def copied(module: nn.Module) -> nn.Module:
-    """Returns a copy of a layer, or of :class:`Layers`, in float64, without hooks, contexts and ``fully_shard``."""
-    clone = object.__new__(type(module))
-    nn.Module.__init__(clone)
-    vars(clone).update((name, value) for name, value in vars(module).items() if name not in vars(clone))
-    if isinstance(module, SyncBatchNorm):
-        vars(clone)["_sync_state"] = copy.copy(module._sync_state)
-    for tensors in ("_parameters", "_buffers"):
-        vars(clone)[tensors] = in_float64(vars(module)[tensors], vars(module)[tensors])
-    vars(clone)["_modules"] = {name: child and copied(child) for name, child in module._modules.items()}
-    return clone
+def joined(batches: Sequence[Any]) -> Any:
+    """Concatenates each tensor of nested batches along its first dimension; other values must be equal."""
+    if any(pytree.tree_structure(batch) != pytree.tree_structure(batches[0]) for batch in batches):
+        raise ValueError("batch: expected the same structure on all ranks; or pass merge")
+
+    def join(*row: Any) -> Any:
+        if isinstance(row[0], Tensor) and row[0].dim():
+            return torch.cat(row)
+        if len({pickle.dumps(value) for value in row}) > 1:
+            raise ValueError(f"batch: expected tensors, or equal values on all ranks, got {row}; or pass merge")
+        return row[0]
+
+    return pytree.tree_map(join, *batches)
+
+
+def _in_float64(batch: Any, like: Any) -> Any:
+    """Returns a copy of ``batch`` with floating point tensors in float64, on the devices of the tensors in ``like``."""
+    devices = cycle([tensor.device for tensor in tensors_in(like)] or [torch.device("cpu")])
+
+    def convert(tensor: Tensor) -> Tensor:
+        dtype = torch.float64 if tensor.is_floating_point() else tensor.dtype
+        return tensor.detach().to(next(devices), dtype, copy=True)
+
+    return pytree.tree_map_only(Tensor, convert, batch)

@@ -55,20 +55,17 @@ def fail_in(call):
 
 
 X = torch.randn(4, 3)
-EVALUATION = nn.Module.eval, X, loss, "rank 1 in .*: ValueError: model: expected training mode, got evaluation mode"
 # The last rank's changed model, batch and loss, and the error on all ranks.
 CASES = {
     "one process": (fail_in(2), X, loss, "rank 1 in the step in one process: ArithmeticError: between two"),
     "ranks": (fail_in(3), X, loss, "rank 1 in the step on ranks: ArithmeticError: between two"),
-    "own batch": (None, X, fails_for_own_batch, "rank 1 in the first forward pass: ArithmeticError: 4 samples"),
-    "mean_over_ranks": (None, X, fails_between_means, "rank 1 in the first forward pass: ArithmeticError: mean"),
+    "own batch": (None, X, fails_for_own_batch, "rank 1 in the step on this rank's batch: ArithmeticError: 4 samples"),
+    "mean_over_ranks": (None, X, fails_between_means, "rank 1 in the step on this rank's batch: ArithmeticError: mean"),
     "vector loss": (None, X, lambda model, x: model(x), "rank 1 in .*: RuntimeError: grad can be .* only for scalar"),
     "channels": (None, torch.ones(4, 3, 1), loss, "Tensors must have same number of dimensions"),
-    "no loss": (None, X, None, "rank 1 in the first forward pass: TypeError: 'NoneType' object is not callable"),
+    "no loss": (None, X, None, "rank 1 in the step on this rank's batch: TypeError: 'NoneType' object is not callable"),
     "unpicklable batch": (None, [lambda: 0], lambda model, _: loss(model, X), "rank 1 in the batch: .*ickl"),
-    "evaluation": EVALUATION,
-    "by layer": (fail_in(1), X, loss, "rank 1 in the first forward pass: ArithmeticError: between two"),
-    "evaluation, by layer": EVALUATION,
+    "evaluation": (nn.Module.eval, X, loss, "rank 1 in .*: ValueError: model: expected training mode, got evaluation"),
 }
 
 
@@ -84,7 +81,7 @@ def test_an_error_on_one_rank_is_raised_on_all(name):
     mode, state = model.training, torch.get_rng_state()
     own_loss = other if is_last else means_over_ranks if other is fails_between_means else loss
     with pytest.raises((RuntimeError, ValueError), match=error):
-        verify_synchronization(model, batch if is_last else X, own_loss, by_layer="by layer" in name)
+        verify_synchronization(model, batch if is_last else X, own_loss)
     assert model.first.running_mean.eq(2).all()
     assert model.training is model.last.training is mode
     assert torch.equal(torch.get_rng_state(), state)

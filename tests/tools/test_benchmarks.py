@@ -108,6 +108,7 @@ def test_measuring_does_not_need_matplotlib():
     run_fresh("import sys; sys.modules['matplotlib'] = None; import benchmarks.__main__").check_returncode()
 
 
+@pytest.mark.slow
 def test_the_page_shows_the_batch_noise_of_the_demo(tmp_path):
     model, images, _ = noise.trained(noise.STEPS)
     found = noise.noise(model, images)
