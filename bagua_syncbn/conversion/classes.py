@@ -1,5 +1,6 @@
 """Classes of layers after and before conversion."""
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any, cast
@@ -16,25 +17,21 @@ from ..sync_batchnorm import (
 )
 from .own_forward import ObservedSyncBatchNorm, observed_forward
 
-# Synchronized classes for layers without a converter, derived on first use.
-_synchronized: dict[type[nn.Module], type[SyncBatchNorm]] = {
+_OWN: dict[type[nn.Module], type[SyncBatchNorm]] = {
     cls.local_class: cls for cls in (SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d)
 }
-_replacing: dict[tuple[type[nn.Module], type[SyncBatchNorm]], type[SyncBatchNorm]] = {}
 
 
-def synchronized_class(cls: type[nn.Module]) -> type[SyncBatchNorm]:
+def synchronized_class(cls: Any) -> type[SyncBatchNorm]:
     """Returns the synchronized class for ``cls``, which has no registered converter."""
     if issubclass(cls, SyncBatchNorm):
-        return cls
+        return cast(type[SyncBatchNorm], cls)
     if cls is nn.SyncBatchNorm:
         # Not a subclass of nn.SyncBatchNorm, which DistributedDataParallel rejects on CPU.
         return replacing_class(cls, SyncBatchNorm)
     if _is_on_top(cls):
         return cast(type[SyncBatchNorm], _rebased(cls, synchronized_class(cls.__bases__[-1])))
-    if cls not in _synchronized:
-        _synchronized[cls] = _derive(cls)
-    return _synchronized[cls]
+    return _OWN.get(cls) or _derived_class(cls)
 
 
 def class_before_conversion(cls: type[nn.Module]) -> type[nn.Module]:
@@ -52,11 +49,10 @@ def class_before_conversion(cls: type[nn.Module]) -> type[nn.Module]:
     return cast(type[SyncBatchNorm], cls).local_class
 
 
-def replacing_class(cls: type[nn.Module], target: type[SyncBatchNorm]) -> type[SyncBatchNorm]:
+@functools.cache
+def replacing_class(cls: Any, target: Any) -> type[SyncBatchNorm]:
     """Returns a subclass of ``target`` for layers of class ``cls``; it does not inherit the methods of ``cls``."""
-    if (cls, target) not in _replacing:
-        _replacing[cls, target] = type(f"Sync{cls.__name__.removeprefix('Sync')}", (target,), _namespace(cls))
-    return _replacing[cls, target]
+    return type(f"Sync{cls.__name__.removeprefix('Sync')}", (target,), _namespace(cls))
 
 
 def full_name(cls: type) -> str:
@@ -75,7 +71,8 @@ class _WithoutTorchsSync(type):
         return [base for base in super().mro() if base is not nn.SyncBatchNorm]
 
 
-def _derive(cls: type[nn.Module]) -> type[SyncBatchNorm]:
+@functools.cache
+def _derived_class(cls: Any) -> type[SyncBatchNorm]:
     namespace = _namespace(cls)
     metaclass = _WithoutTorchsSync if issubclass(cls, nn.SyncBatchNorm) else type
     bases: tuple[type, ...] = cls, SyncBatchNorm
@@ -127,6 +124,6 @@ def _reduce_ex(layer: SyncBatchNorm, protocol: Any) -> tuple[Any, ...]:
     return _new_layer, arguments, *reduced[2:]
 
 
-def _new_layer(cls: type[nn.Module], target: type[SyncBatchNorm] | None = None) -> SyncBatchNorm:
+def _new_layer(cls: Any, target: Any = None) -> SyncBatchNorm:
     derived = synchronized_class(cls) if target is None else replacing_class(cls, target)
     return derived.__new__(derived)

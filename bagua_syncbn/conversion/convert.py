@@ -5,7 +5,6 @@ valid. Only ``layer.__class__`` changes, to a class that inherits from the old c
 :class:`SyncBatchNorm`, so that method resolution finds ``SyncBatchNorm.forward`` instead of torch's.
 """
 
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,9 +23,8 @@ from ..names import ConvertedModel, Origin, name_of
 from ..sync_batchnorm import SyncBatchNorm
 from ..torch_internals.modules import forget_compiled_code
 from .classes import class_before_conversion, full_name
-from .converters import groups_of
 from .hooks import undo_hooks
-from .report import FOREIGN, ConversionReport, examine
+from .report import FOREIGN, examine
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -65,9 +63,8 @@ def convert_sync_batchnorm(
             PyG layer with ``allow_single_element``.
         RuntimeError: an unsynchronized layer is in a data parallel model.
 
-    If it raises, ``module`` is unchanged. It warns if no layer is converted; if layers named like batch normalization
-    are not derived from torch's and not registered with :func:`register_converter`; and if opacus is imported and would
-    accept the layers for private training.
+    If it raises, ``module`` is unchanged. It warns if no layer is converted, and if layers named like batch
+    normalization are not derived from torch's and not registered with :func:`register_converter`.
 
     Example::
 
@@ -81,8 +78,13 @@ def convert_sync_batchnorm(
         if row.error is not None:
             raise row.error
     targets = {row.module: row.target for row in report.layers if row.target is not None}
-    for warning in _warnings_about(report):
-        warnings.warn(warning, stacklevel=2)
+    foreign = [name_of(row.module, row.names[0]) for row in report.layers if row.reason == FOREIGN]
+    if foreign:
+        warnings.warn(
+            f"module: cannot convert {', '.join(foreign)}, not derived from torch's batch normalization; use "
+            "register_converter, or exclude these layers with filter",
+            stacklevel=2,
+        )
     with _unchanged_on_error(module):
         for layer, cls in targets.items():
             change_class(layer, cls)
@@ -95,24 +97,6 @@ def convert_sync_batchnorm(
     if not targets:
         warnings.warn(f"convert_sync_batchnorm: {type(module).__name__}: {report.summary()}", stacklevel=2)
     return module
-
-
-def _warnings_about(report: ConversionReport) -> Iterator[str]:
-    foreign = [name_of(row.module, row.names[0]) for row in report.layers if row.reason == FOREIGN]
-    if foreign:
-        yield (
-            f"module: cannot convert {', '.join(foreign)}, not derived from torch's batch normalization; use "
-            "register_converter, or exclude these layers with filter"
-        )
-    validators = sys.modules.get("opacus.validators")  # absent if never used
-    if validators is not None:
-        known = validators.ModuleValidator.VALIDATORS
-        accepted = sorted({row.target.__name__ for row in report.layers if row.target and row.target not in known})
-        if accepted:
-            yield (
-                f"module: opacus, which looks up torch's classes, would accept {', '.join(accepted)}, which are not "
-                "private; use ModuleValidator.fix before conversion, or extend ModuleValidator.VALIDATORS"
-            )
 
 
 def revert_sync_batchnorm(module: _Module) -> _Module:
@@ -145,10 +129,10 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
         for layer in layers:
             cls = class_before_conversion(type(layer))
             _check_that_it_can_be_local(layer, cls)
-            groups = vars(layer).pop("groups_before", {})
             vars(layer).pop("_sync_state", None)
-            for name, held in groups.items():
-                vars(layer)[name] = group_before(held) if isinstance(held, GroupSpec) else held
+            if "group_before" in vars(layer):
+                held = vars(layer).pop("group_before")
+                vars(layer)["process_group"] = group_before(held) if isinstance(held, GroupSpec) else held
             object.__setattr__(layer, "__class__", cls)
     forget_compiled_code(module)
     return module
@@ -171,23 +155,13 @@ def _check_that_it_can_be_local(layer: SyncBatchNorm, cls: type[nn.Module]) -> N
 
 
 def change_class(layer: nn.Module, cls: type[SyncBatchNorm]) -> None:
-    """Changes the class of ``layer`` to ``cls`` and preserves the process group."""
-    if not isinstance(layer, SyncBatchNorm):
-        _take_group(layer)
+    """Changes the class of ``layer`` to ``cls``. The layer keeps its process group, also for revert."""
+    if not isinstance(layer, SyncBatchNorm) and "process_group" in vars(layer):
+        group = vars(layer).pop("process_group")
+        with suppress(TypeError):  # a value specific to the layer's class: an error in training; revert restores it
+            group = spec_of(group)
+        vars(layer).update(group_before=group, _sync_state=LayerState(group))
     object.__setattr__(layer, "__class__", cls)
-
-
-def _take_group(layer: nn.Module) -> None:
-    """Moves the process group of ``layer`` from any attribute to ``process_group``, and stores it for revert."""
-    groups = groups_of(layer)
-    if not groups:
-        return
-    held = next(iter(groups.values()))
-    with suppress(TypeError):  # a value specific to the layer's class: an error in training; revert restores it
-        held = spec_of(held)
-    for name in groups:
-        del vars(layer)[name]
-    vars(layer).update(groups_before=dict.fromkeys(groups, held), _sync_state=LayerState(held))
 
 
 def _name_layers(module: nn.Module) -> None:

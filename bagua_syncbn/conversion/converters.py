@@ -3,11 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..communicators import bagua
 from ..sync_batchnorm import SyncBatchNorm
 from .classes import full_name, replacing_class, synchronized_class
 
@@ -21,8 +19,7 @@ def register_converter(cls: type[nn.Module], converter: Converter | None) -> Non
 
     Use it for classes that conversion would refuse or not recognize. ``converter`` returns the new class, which must
     define the attributes that :class:`SyncBatchNorm` uses and the layer lacks. The layer remains the same object, so
-    the new class can read the layer's options. Until :func:`revert_sync_batchnorm`, the layer's process group is stored
-    in ``process_group``, whatever the original attribute name. Subclasses of ``cls`` are not affected.
+    the new class can read the layer's options. Subclasses of ``cls`` are not affected.
 
     Args:
         cls: the class of the layers, derived from torch's batch normalization or not.
@@ -58,10 +55,11 @@ def class_after_conversion(layer: nn.Module) -> type[SyncBatchNorm] | None:
     Raises:
         TypeError: the converter of ``layer`` did not return a synchronized class.
     """
-    cls, converter = type(layer), _converters.get(type(layer))
+    cls: Any = type(layer)
+    converter = _converters.get(cls)
     if converter is None:
         return synchronized_class(cls)
-    target = converter(layer)
+    target: Any = converter(layer)
     if target is None:
         return None
     if not isinstance(target, type) or not issubclass(target, SyncBatchNorm):
@@ -69,29 +67,4 @@ def class_after_conversion(layer: nn.Module) -> type[SyncBatchNorm] | None:
             f"register_converter: expected a subclass of bagua_syncbn.SyncBatchNorm from the converter of "
             f"{full_name(cls)}, got {target!r}"
         )
-    return replacing_class(cls, target)
-
-
-def groups_of(layer: nn.Module) -> dict[str, Any]:
-    """Returns the attributes of the local ``layer`` that contain a process group.
-
-    Considers only ``process_group``, except for layers with a converter, which replaces all methods.
-
-    Raises:
-        TypeError: there are different groups.
-    """
-    attributes = vars(layer)
-    if "process_group" in attributes:
-        return {"process_group": attributes["process_group"]}
-    if type(layer) not in _converters:
-        return {}
-    kinds = (dist.ProcessGroup,) if dist.is_available() else ()
-    groups = {
-        name: value for name, value in attributes.items() if bagua.is_process_group(value) or isinstance(value, kinds)
-    }
-    if len({id(group) for group in groups.values()}) > 1:
-        raise TypeError(
-            f"module: {full_name(type(layer))} has different process groups in {' and '.join(groups)}; set "
-            "process_group to the group to synchronize with"
-        )
-    return groups
+    return replacing_class(cls, target)  # type: ignore[arg-type]

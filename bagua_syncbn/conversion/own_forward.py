@@ -2,12 +2,12 @@
 
 A custom forward may call ``super().forward``, torch's forward through its class, or ``F.batch_norm``. The first reaches
 :class:`SyncBatchNorm` by method resolution. A mode that intercepts torch's functions redirects the other two; it is
-active only inside such a forward. Synchronized submodules notify the layer of their calls.
+active only inside such a forward.
 """
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -22,11 +22,10 @@ from ..step.call import Call
 from ..sync_batchnorm import SyncBatchNorm, as_one_node, options_of, through_attachments
 from ..threads import this_thread
 from ..torch_internals.autograd import unseen_by_selective_checkpointing
-from .hooks import own_forward_contexts
 
 
 class ObservedSyncBatchNorm(SyncBatchNorm):
-    """Base class of layers with a custom forward, which records whether it synchronized the layer or a submodule."""
+    """Base class of layers with a custom forward, which records whether it synchronized the layer."""
 
     # Exists only while the layer's forward runs in training. Stored on the layer, not on the mode, because
     # torch.compile traces with a different mode object.
@@ -60,23 +59,18 @@ def observed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
         if not layer.training:
             with _Redirect(layer) if _differs_from_torch(layer) else nullcontext():
                 return forward(layer, *args, **kwargs)
-        with ExitStack() as contexts:
-            contexts.enter_context(_Redirect(layer))
-            for make in own_forward_contexts:
-                context = make(layer)
-                if context is not None:
-                    contexts.enter_context(context)
+        with _Redirect(layer), _counted_once(layer):
             if "was_synchronized" in vars(layer):  # the outer or concurrent call of the layer does the check
                 return forward(layer, *args, **kwargs)
-            layer.was_synchronized = False
+            # A submodule may normalize for the layer.
+            parts = (part for part in layer.modules() if part is not layer)
+            layer.was_synchronized = any(isinstance(part, SyncBatchNorm) for part in parts)
             try:
-                with _observed_submodules(layer):
-                    output = forward(layer, *args, **kwargs)
-                was_synchronized = layer.was_synchronized
+                output = forward(layer, *args, **kwargs)
+                if not layer.was_synchronized:
+                    raise _unsynchronized(layer, "called neither torch's forward nor F.batch_norm")
             finally:
                 del layer.was_synchronized
-        if not was_synchronized:
-            raise _unsynchronized(layer, "called neither torch's forward, F.batch_norm nor a converted submodule")
         return output
 
     return observed
@@ -90,29 +84,15 @@ def _differs_from_torch(layer: SyncBatchNorm) -> bool:
 
 
 @contextmanager
-def _observed_submodules(layer: ObservedSyncBatchNorm) -> Iterator[None]:
-    """Context manager in which ``layer`` records training calls of its synchronized submodules."""
-
-    def note(go: Callable[[Call], Tensor], call: Call) -> Tensor:
-        output = go(call)
-        if call.synchronizes:
-            layer.note_synchronization()
-        return output
-
-    states = [part._sync_state for part in layer.modules() if isinstance(part, SyncBatchNorm) and part is not layer]
-    before = [state.attachments for state in states]
-    for state in states:
-        state.attachments = (*state.attachments, note)
-    try:
+def _counted_once(layer: SyncBatchNorm) -> Iterator[None]:
+    """Context manager that undoes a custom forward's counting of a batch that is already counted elsewhere: by the
+    first run of a checkpoint, or by ``accumulate_statistics``."""
+    counter = layer.num_batches_tracked
+    is_counted = not torch.compiler.is_compiling() and this_thread.holds_buffers
+    is_counted |= any(hasattr(attachment, "counts_batches") for attachment in layer._sync_state.attachments)
+    if counter is None or not is_counted:
         yield
-    finally:
-        for state, attachments in zip(states, before, strict=True):
-            state.attachments = attachments
-
-
-@contextmanager
-def restored_counter(counter: Tensor) -> Iterator[None]:
-    """Context manager that undoes a custom forward's update of ``counter``, the layer's ``num_batches_tracked``."""
+        return
     with unseen_by_selective_checkpointing():
         before = counter.clone()
     try:

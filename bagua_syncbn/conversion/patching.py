@@ -1,18 +1,26 @@
 """Replaces torch's converter and layer, for trainers that call them directly."""
 
 import functools
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 from torch import nn
 
 from .classes import synchronized_class
 from .convert import change_class, convert_sync_batchnorm
 
-_TORCHS = {name: vars(nn.SyncBatchNorm)[name] for name in ("__init__", "convert_sync_batchnorm")}
+_torchs_init = nn.SyncBatchNorm.__init__
 
 
-def patch_torch_converter() -> "TorchConverterPatch":
+class TorchConverterPatch(ExitStack):
+    """A patch returned by :func:`patch_torch_converter`."""
+
+    undo = ExitStack.close
+    """Restores the converter and layer from before this patch: torch's, or an outer patch's."""
+
+
+def patch_torch_converter() -> TorchConverterPatch:
     """Makes trainers that call torch's converter, or build torch's layer, use this package.
 
     ``torch.nn.SyncBatchNorm.convert_sync_batchnorm`` becomes :func:`convert_sync_batchnorm`, with torch's arguments,
@@ -34,37 +42,18 @@ def patch_torch_converter() -> "TorchConverterPatch":
         >>> with bagua_syncbn.patch_torch_converter():
         ...     trainer.initialize()
     """
-    return TorchConverterPatch()
+    patch = TorchConverterPatch()
+    patch.enter_context(mock.patch.multiple(nn.SyncBatchNorm, __init__=_init, convert_sync_batchnorm=_convert))
+    return patch
 
 
-@functools.wraps(_TORCHS["__init__"])
+@functools.wraps(_torchs_init)
 def _init(layer: nn.SyncBatchNorm, *args: Any, **kwargs: Any) -> None:
-    _TORCHS["__init__"](layer, *args, **kwargs)
+    _torchs_init(layer, *args, **kwargs)
     change_class(layer, synchronized_class(type(layer)))
 
 
-@functools.wraps(_TORCHS["convert_sync_batchnorm"].__func__)
+@classmethod  # type: ignore[misc]
+@functools.wraps(vars(nn.SyncBatchNorm)["convert_sync_batchnorm"].__func__)
 def _convert(cls: type[nn.SyncBatchNorm], module: nn.Module, process_group: Any = None) -> nn.Module:
     return convert_sync_batchnorm(module, process_group)
-
-
-_OURS = {"__init__": _init, "convert_sync_batchnorm": classmethod(_convert)}
-
-
-class TorchConverterPatch(AbstractContextManager["TorchConverterPatch"]):
-    """A patch returned by :func:`patch_torch_converter`."""
-
-    def __init__(self) -> None:
-        self._before = {name: vars(nn.SyncBatchNorm)[name] for name in _TORCHS}
-        self._set(_OURS)
-
-    def undo(self) -> None:
-        """Restores the converter and layer from before this patch: torch's, or an outer patch's."""
-        self._set(self._before)
-
-    def __exit__(self, *error: object) -> None:
-        self.undo()
-
-    def _set(self, functions: dict[str, Any]) -> None:
-        for name, function in functions.items():
-            setattr(nn.SyncBatchNorm, name, function)

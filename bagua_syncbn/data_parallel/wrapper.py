@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from ..conversion import convert_sync_batchnorm
-from ..memory.checkpointing import refuse_to_recompute_replicas
 from ..names import name_of
 from ..sync_batchnorm import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d, refuse_alone
 from ..threads import this_thread
@@ -175,12 +174,16 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
 
     Raises:
         ValueError: replicas have different numbers of submodules.
-        RuntimeError: activation checkpointing recomputes replicas in training.
+        RuntimeError: replicas train inside activation checkpointing.
     """
     layers = [(name, child) for name, child in modules[0].named_modules() if isinstance(child, SyncBatchNorm)]
-    if layers and this_thread.prepare is not None:  # set within checkpoints
-        name, layer = layers[0]
-        refuse_to_recompute_replicas(name_of(layer, name), any(layer.training for _, layer in layers))
+    for name, layer in layers:
+        if layer.training and this_thread.prepare is not None:  # in a checkpoint
+            raise RuntimeError(
+                f"{name_of(layer, name)}: activation checkpointing cannot recompute replicas, which would update the "
+                "running statistics twice; checkpoint parts of the model that have no synchronized layers, or use a "
+                "process per device"
+            )
     replicas = Replicas(len(modules))
     contexts = [CallbackContext(replicas, name_of(child, name)) for name, child in modules[0].named_modules()]
     for copy_id, module in enumerate(modules):

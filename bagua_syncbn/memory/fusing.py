@@ -3,7 +3,7 @@
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -12,18 +12,12 @@ from ..models import check_module
 from ..names import name_of
 from ..ops.activations import MODULES, activation_of
 from ..sync_batchnorm import SyncBatchNorm
-from ..torch_internals.modules import check_before_folding
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
 # Excludes sigmoid: it is not 0 at 0, so with zero_masked, values at masked positions would change.
 _ACTIVATIONS: list[Any] = [cls for cls in MODULES if cls is not nn.Sigmoid]
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-# Methods at import. Modules of classes that were patched later are skipped.
-_METHODS: dict[Any, Any] = {
-    cls: (cls.__call__, cls.forward) for cls in (SyncBatchNorm, *_ACTIVATIONS, nn.Identity, *_DROPOUTS)
-}
-_SEQUENTIAL = nn.Sequential.__call__, nn.Sequential.forward, nn.Sequential.__iter__
 
 
 class FusedActivation(nn.Identity):
@@ -45,17 +39,6 @@ class FusedActivation(nn.Identity):
         return f"{self.activation}"
 
 
-class Pair(NamedTuple):
-    """A layer and the activation that follows it in a container."""
-
-    layer: SyncBatchNorm
-    activation: nn.Module
-    container: nn.Module
-    key: str  # name of the activation in the container
-    name: str  # name of the activation in the model
-    obstacle: str  # why the two cannot be fused; empty if they can
-
-
 def fuse_activations(module: _Module) -> _Module:
     """Lets synchronized layers compute the subsequent activation in a :class:`torch.nn.Sequential`.
 
@@ -69,8 +52,8 @@ def fuse_activations(module: _Module) -> _Module:
     both.
 
     Layers in several places of ``module``, layers with a custom forward, and modules with hooks or compiled with
-    ``compile()`` are skipped; :func:`conversion_report` lists them. Call this on the finished model: code that calls a
-    fused layer outside its container includes the activation.
+    ``compile()`` are skipped. Call this on the finished model: code that calls a fused layer outside its container
+    includes the activation.
 
     Args:
         module: the whole model, converted by :func:`convert_sync_batchnorm`. Ranks may fuse different layers, unless
@@ -90,13 +73,12 @@ def fuse_activations(module: _Module) -> _Module:
         >>> print(bagua_syncbn.conversion_report(model))
     """
     check_module(module)
-    pairs = [pair for pair in pairs_in(module) if not pair.obstacle]
-    for layer, activation, container, key, *_ in pairs:
+    pairs = list(_pairs_in(module))
+    for layer, activation, container, key in pairs:
         container._modules[key] = FusedActivation(layer, activation)
     if not pairs and not any(isinstance(part, FusedActivation) for part in module.modules()):
         warnings.warn(
-            "fuse_activations: found no synchronized layer followed by an activation in an nn.Sequential; "
-            "conversion_report lists the layers",
+            "fuse_activations: found no synchronized layer followed by an activation in an nn.Sequential",
             stacklevel=2,
         )
     return module
@@ -117,30 +99,24 @@ def _notes(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     for name, part in model.named_modules():
         if isinstance(part, FusedActivation):
             yield part.layer, f"computes {name_of(part.activation, name)}"
-    for pair in pairs_in(model):
-        obstacle = pair.obstacle and f": {pair.obstacle}"
-        yield pair.layer, f"{name_of(pair.activation, pair.name)} is not fused{obstacle}"
 
 
-def pairs_in(model: nn.Module) -> Iterator[Pair]:
-    """Yields the layers of ``model`` that are followed by an activation in an ``nn.Sequential`` and are not fused."""
+def _pairs_in(model: nn.Module) -> Iterator[tuple[SyncBatchNorm, nn.Module, nn.Module, str]]:
+    """Yields each layer that can be fused, the activation, their container, and the activation's name in it."""
     places = Counter(child for part in model.modules() for child in part._modules.values())
-    for name, container in model.named_modules():
+    for container in model.modules():
         cls: Any = type(container)
         if not isinstance(container, nn.Sequential) or "forward" in vars(container):
             continue
-        if (cls.__call__, cls.forward, cls.__iter__) != _SEQUENTIAL:
+        if (cls.forward, cls.__iter__) != (nn.Sequential.forward, nn.Sequential.__iter__):
             continue
         keys, modules = list(container._modules), list(container._modules.values())
         for at, layer in enumerate(modules):
-            between = _up_to_activation(modules[at + 1 :]) if isinstance(layer, SyncBatchNorm) else []
-            if between and type(layer).forward is SyncBatchNorm.forward and layer.fused_activation is None:
-                key, obstacle = keys[at + len(between)], ""
-                if places[layer] > 1:
-                    obstacle = "the layer is in several places"
-                elif not all(map(_is_plain, [layer, *between])):
-                    obstacle = "hooks or compile() on the layer or the activation"
-                yield Pair(layer, between[-1], container, key, f"{name}.{key}".lstrip("."), obstacle)
+            between = _up_to_activation(modules[at + 1 :])
+            if not between or not isinstance(layer, SyncBatchNorm) or type(layer).forward is not SyncBatchNorm.forward:
+                continue
+            if layer.fused_activation is None and places[layer] == 1 and all(map(_is_plain, [layer, *between])):
+                yield layer, between[-1], container, keys[at + len(between)]
 
 
 def _up_to_activation(modules: list[Any]) -> list[nn.Module]:
@@ -154,22 +130,6 @@ def _up_to_activation(modules: list[Any]) -> list[nn.Module]:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Returns whether a call of ``module`` only calls the forward that its class had at import."""
-    cls: Any = type(module)
+    """Returns whether a call of ``module`` only calls the forward of its class."""
     hooks = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
-    is_changed = any(hooks) or module._compiled_call_impl is not None or "forward" in vars(module)
-    methods = _METHODS[SyncBatchNorm if isinstance(module, SyncBatchNorm) else cls]
-    return not is_changed and (cls.__call__, cls.forward) == methods
-
-
-def _refuse_to_fold(layer: Any) -> None:
-    """Raises ValueError if folding ``layer`` into weights would lose its activation or its ``eps_mode``."""
-    if isinstance(layer, SyncBatchNorm) and (layer.eps_mode == "clamp" or layer.fused_activation is not None):
-        has = "eps_mode='clamp'" if layer.eps_mode == "clamp" else f"the activation {layer.fused_activation}"
-        raise ValueError(
-            f"bn: cannot fold {name_of(layer)} with {has}; call revert_sync_batchnorm on the model first, see "
-            '"Folding" in docs/conversion.md'
-        )
-
-
-check_before_folding(_refuse_to_fold)
+    return not any(hooks) and module._compiled_call_impl is None and "forward" not in vars(module)

@@ -2,15 +2,13 @@
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..checks import named
-from ..conversion.hooks import own_forward_contexts
-from ..conversion.own_forward import restored_counter
 from ..models import check_module
 from ..ops import NO_BUFFERS, Buffers, Moments, merge_stats
 from ..ops.moments import merge_dtype
@@ -22,6 +20,9 @@ from ..torch_internals.autograd import is_capturing
 
 class Accumulation:
     """Attachment that merges the statistics of a layer's training calls, which then update no buffers."""
+
+    counts_batches = True
+    """Conversion undoes a custom forward's counting of each micro-batch."""
 
     def __init__(self, layer: Any) -> None:
         device = torch.device("cpu") if layer.running_mean is None else layer.running_mean.device
@@ -66,13 +67,6 @@ class Accumulation:
 def accumulation_of(layer: SyncBatchNorm) -> Accumulation | None:
     """Returns the accumulation of ``layer`` inside :func:`accumulate_statistics`; None outside."""
     return layer._sync_state.attached(Accumulation)
-
-
-@own_forward_contexts.register
-def _restore_counter(layer: SyncBatchNorm) -> AbstractContextManager[None] | None:
-    """Undoes a custom forward's counting of each micro-batch."""
-    counter = getattr(layer, "num_batches_tracked", None)
-    return None if accumulation_of(layer) is None or counter is None else restored_counter(counter)
 
 
 @contextmanager

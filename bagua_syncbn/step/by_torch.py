@@ -95,8 +95,8 @@ class ByTorch(NamedTuple):
             return output
         return follow(output, residual, options, masking)
 
-    def for_recompute(self) -> ByTorch:
-        """Returns a copy of this with copied buffers, because the first run updated them."""
+    def with_copied_buffers(self) -> ByTorch:
+        """Returns the call for a recomputation, which leaves the buffers and the counter unchanged."""
         mean, var = (None if buffer is None else buffer.clone() for buffer in self.buffers[:2])
         return self._replace(buffers=ops.Buffers(mean, var))
 

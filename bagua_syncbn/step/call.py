@@ -83,10 +83,6 @@ class Normalization:
     statistics: Statistics | None = None
     """None under a torch.func transform, until the differentiable form has gathered them."""
 
-    def for_recompute(self) -> Normalization:
-        """Returns the normalization for a recomputation of the call."""
-        return self
-
 
 def follow(output: Tensor, residual: Tensor | None, options: Options, masking: Masking | None = None) -> Tensor:
     """Returns ``output`` with residual, activation and mask applied by torch operations."""

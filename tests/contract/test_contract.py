@@ -90,9 +90,8 @@ def draw_case(ranks, seed):
     checkpoint = some(*CHECKPOINTED, often="", unless=way in ("accumulated", "recomputed"))
     if way == "own F.batch_norm" and "selective" in checkpoint:  # torch rejects in-place operations, e.g. on counters
         checkpoint = ""
-    takes_input_alone = checkpoint == "fairscale"
     shape = tuple(draw.randint(1, 7) for _ in range(3 if way in CLASSES else draw.randint(1, 4)))
-    masks = some("random", *["lengths"] * (len(shape) > 1), often="", unless=takes_input_alone)
+    masks = some("random", *["lengths"] * (len(shape) > 1), often="")
     frozen = some("weight", "bias", "statistics", *["input"] * (not checkpoint), often=None)
     tracks = bool(checkpoint) or frozen == "statistics" or draw.random() < 0.7
     activation = some("relu", "silu", "tanh", ("leaky_relu", 0.2), often=None)
@@ -117,7 +116,7 @@ def draw_case(ranks, seed):
         way=way,
         checkpoint=checkpoint,
         frozen=(frozen,) if frozen else (),
-        residual=way not in CLASSES and not takes_input_alone and draw.random() < 0.3,
+        residual=way not in CLASSES and draw.random() < 0.3,
         masks=masks,
         zero_masked=masks != "" and draw.random() < 0.5,
         spoiled=options["skip_nonfinite"] and draw.random() < 0.5,

@@ -28,12 +28,11 @@ OPTIONS = {
 
 
 def cases(way, splits, evaluates=True, checkpoint=""):
-    takes_input_alone = way == "replicas" or checkpoint == "fairscale"
     for name, options in OPTIONS.items():
-        if not ("masks" in options and takes_input_alone):
+        if not ("masks" in options and way == "replicas"):
             # An additional step if the last training step has an infinite value.
             steps = 2 + evaluates + (name == "skip_nonfinite")
-            residual = "activation" in name and way not in CLASSES and checkpoint != "fairscale"
+            residual = "activation" in name and way not in CLASSES
             given = {"way": way, "evaluates": evaluates, "steps": steps, "residual": residual, "checkpoint": checkpoint}
             yield Case(splits, (3, 2, 5), torch.float64, **given, **options)
 
@@ -56,7 +55,7 @@ def test_every_option_works_without_a_job(way, single_threaded):
 
 
 @pytest.mark.parametrize("way", ["forward", "own F.batch_norm"])
-@pytest.mark.parametrize("checkpoint", ["reentrant", "non-reentrant", "own", "fairscale"])
+@pytest.mark.parametrize("checkpoint", ["reentrant", "non-reentrant", "own"])
 def test_recomputation_uses_the_original_call(pool, checkpoint, way):
     check(pool, *cases(way, (2, 0, 3), checkpoint=checkpoint))
 

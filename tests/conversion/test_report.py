@@ -16,7 +16,6 @@ from bagua_syncbn import (
     register_converter,
     with_bagua,
 )
-from tests.helpers.fake_packages import ModuleValidator, stand_in_for
 from tests.helpers.user_layers import BatchNormReLU
 
 
@@ -165,17 +164,3 @@ def test_conversion_warns_of_layers_that_resemble_batch_normalization():
         register_converter(StrangeSyncBN, lambda layer: None)
         convert_sync_batchnorm(model, filter=lambda name, layer: name != "b")
         register_converter(StrangeSyncBN, None)
-
-
-def test_conversion_warns_if_opacus_would_accept_the_layers(monkeypatch):
-    model, validators = nn.Sequential(nn.BatchNorm2d(2), nn.BatchNorm1d(2)), {SyncBatchNorm1d: object()}
-    monkeypatch.setattr(ModuleValidator, "VALIDATORS", validators)
-    with stand_in_for("opacus"):
-        with conversion_warns("would accept SyncBatchNorm2d,"):
-            convert_sync_batchnorm(model)
-        validators[SyncBatchNorm2d] = object()
-        with conversion_warns():
-            convert_sync_batchnorm(model)
-    validators.clear()
-    with conversion_warns():
-        convert_sync_batchnorm(model)  # opacus is not imported

@@ -4,9 +4,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
-from torch import nn
 from torch.autograd.graph import save_on_cpu
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -58,26 +56,6 @@ class _KeptCheckpoint(torch.autograd.Function):
 def kept_checkpoint(function, *args):
     """Recomputes a function in backward, like packages with a custom checkpoint."""
     return _KeptCheckpoint.apply(torch.tensor([], requires_grad=True), function, *args)
-
-
-def fairscale_checkpoint_wrapper(module):
-    """Like fairscale's checkpoint: in the pass without gradients, layers track no statistics unless they opt out."""
-
-    def before(layer, _):
-        if not torch.is_grad_enabled():
-            layer._track_running_stats_backup, layer.track_running_stats = layer.track_running_stats, False
-
-    def after(layer, *_):
-        if not torch.is_grad_enabled():
-            layer.track_running_stats = layer._track_running_stats_backup
-
-    for layer in module.modules():
-        if isinstance(layer, _BatchNorm) and not hasattr(layer, "disable_patch_batchnorm"):
-            layer.register_forward_pre_hook(before)
-            layer.register_forward_hook(after)
-    function = partial(type(module).forward, module)
-    module.forward = lambda *args: (kept_checkpoint if torch.is_grad_enabled() else plainly)(function, *args)
-    return module
 
 
 def plainly(function, *args):
@@ -132,7 +110,4 @@ def _changed_before_backward(checkpoint, layer, call):
 
 
 # Functions that take a layer and a call of it, and return the call inside a checkpoint.
-CHECKPOINTED = {
-    **{name: partial(_changed_before_backward, checkpoint) for name, checkpoint in CHECKPOINTS.items()},
-    "fairscale": lambda layer, call: fairscale_checkpoint_wrapper(nn.Sequential(layer)),
-}
+CHECKPOINTED = {name: partial(_changed_before_backward, checkpoint) for name, checkpoint in CHECKPOINTS.items()}

@@ -12,10 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from bagua_syncbn import Repeatable, SyncBatchNorm, convert_sync_batchnorm, masked, sync_batch_norm
-from tests.helpers.checkpoints import CHECKPOINTS, fairscale_checkpoint_wrapper, kept_checkpoint, plainly
+from tests.helpers.checkpoints import CHECKPOINTS, kept_checkpoint, plainly
 from tests.helpers.programs import SPLITS, check_program
 from tests.helpers.user_layers import BatchNormAct1d
-from tests.helpers.workers import run_fresh
 
 
 def siamese(layer, input, own, around=plainly):
@@ -164,18 +163,6 @@ def test_a_call_that_failed_fails_again_in_recomputation(how):
         output.sum().backward()
 
 
-def test_repeatable_inside_fairscales_checkpoint_raises():
-    region = Repeatable()
-
-    class Block(nn.Sequential):
-        def forward(self, input):
-            return region(super().forward)(input)
-
-    block = fairscale_checkpoint_wrapper(Block(SyncBatchNorm(3)))
-    with pytest.raises(RuntimeError, match="cannot be used inside fairscale's checkpoint_wrapper"):
-        block(torch.randn(4, 3, requires_grad=True))
-
-
 def by_hand(run, input):
     """Runs without gradients, then with gradients outside backward."""
     with torch.no_grad():
@@ -256,31 +243,3 @@ def test_regions_are_freed_with_the_graph(how):
     del first, second
     outputs.clear()
     assert regions_alive() == before
-
-
-OTHER_TORCH = """
-import torch
-from contextlib import nullcontext
-from torch.utils import checkpoint as torchs
-class OtherFrame(torchs._CheckpointFrame):
-    def __init__(self, *args):
-        super().__init__(*args)
-torchs._CheckpointFrame, hook = OtherFrame, torchs._checkpoint_hook
-import bagua_syncbn
-assert torchs._checkpoint_hook is hook
-layer, x = bagua_syncbn.SyncBatchNorm(3), torch.randn(4, 3, requires_grad=True)
-for context in (nullcontext(), bagua_syncbn.Repeatable()):
-    with context:
-        layer(x).sum().backward()
-    for use_reentrant in (False, True):
-        try:
-            torchs.checkpoint(layer, x, use_reentrant=use_reentrant)
-        except RuntimeError as error:
-            assert "is unknown (expected torch 2.10 to" in str(error)
-        else:
-            raise AssertionError
-"""
-
-
-def test_checkpoints_of_an_unknown_torch_raise():
-    run_fresh(OTHER_TORCH).check_returncode()
