@@ -6,43 +6,29 @@ Equals :mod:`bagua_syncbn.data_parallel`, but training replicas divide by
 
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
+from unittest import mock
 
 from torch import nn
 
 from . import data_parallel
-from .checks import check_eps_mode
 from .data_parallel import (  # noqa: F401  # __all__ names them
     CallbackContext,
     DataParallelWithCallback,
     execute_replication_callbacks,
     patch_replication_callback,
 )
-from .data_parallel.wrapper import replace_in_torch
 from .sync_batchnorm import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
 
-__all__ = [*data_parallel.__all__, "set_sbn_eps_mode"]
+__all__ = data_parallel.__all__
 
 _Module = TypeVar("_Module", bound=nn.Module)
-
-_eps_mode = "clamp"
-
-
-def set_sbn_eps_mode(mode: str) -> None:
-    """Sets the divisor of all layers of this module in training replicas, starting with the next forward pass.
-
-    Args:
-        mode: ``"clamp"``, the default, or ``"plus"``, see :class:`bagua_syncbn.SyncBatchNorm`.
-    """
-    global _eps_mode
-    check_eps_mode(mode)
-    _eps_mode = mode
 
 
 class _Clamping(SyncBatchNorm):
     def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
         super().__data_parallel_replicate__(ctx, copy_id)  # type: ignore[misc]
         if self.training:
-            self.eps_mode = _eps_mode  # only in this replica, which lives for one forward pass
+            self.eps_mode = "clamp"  # only in this replica, which lives for one forward pass
 
 
 def _clamping(cls: type[SyncBatchNorm]) -> Any:
@@ -66,4 +52,9 @@ def convert_model(module: _Module) -> _Module:
 
 def patch_sync_batchnorm() -> AbstractContextManager[Any]:
     """Works like :func:`bagua_syncbn.data_parallel.patch_sync_batchnorm`, with the classes of this module."""
-    return replace_in_torch(*_CLASSES.values())
+    return mock.patch.multiple(
+        nn,
+        BatchNorm1d=SynchronizedBatchNorm1d,
+        BatchNorm2d=SynchronizedBatchNorm2d,
+        BatchNorm3d=SynchronizedBatchNorm3d,
+    )

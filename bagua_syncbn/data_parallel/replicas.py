@@ -59,7 +59,7 @@ def in_streams(streams: Sequence[torch.cuda.Stream | None]) -> Iterator[None]:
 
 
 class Replicas:
-    """Barriers of ``size`` replicas, one per layer call, in the same order in all replicas."""
+    """Barriers of ``size`` replicas in a forward pass: one per layer call, in the same order in all replicas."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -69,15 +69,13 @@ class Replicas:
         self._layer = ""
         self._sent: dict[int, Sent] = {}
         self._results: dict[int, Sent] = {}
-        self._running: set[int] = set()
-        self._ended = [0] * size  # passes per replica; the next pass may begin before peers finish this pass
+        self._ended: set[int] = set()
 
     def watch(self, rank: int, module: nn.Module) -> None:
-        """Makes each call of ``module`` and its hooks a pass of replica ``rank``; peers that still wait then raise."""
+        """Makes a call of ``module`` and its hooks the pass of replica ``rank``; peers that still wait then raise."""
         call: Any = WeakMethod(module._call_impl)  # a reference cycle would delay freeing the replica
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            self._running.add(rank)
             try:
                 return call()(*args, **kwargs)
             except BaseException as error:
@@ -85,8 +83,7 @@ class Replicas:
                 raise
             finally:
                 with self._changed:
-                    self._running.remove(rank)
-                    self._ended[rank] += 1
+                    self._ended.add(rank)
                     self._changed.notify_all()
 
         # If set (by Module.compile), torch calls this attribute instead of forward and hooks. Compiled code would call
@@ -103,10 +100,10 @@ class Replicas:
         different bits in each run if any replica could call it, because autograd orders nodes by thread.
         """
         with self._changed:
-            if self._ended[rank] and rank not in self._running:
+            if rank in self._ended:
                 raise RuntimeError(
-                    f"{layer}: called after the forward pass of the replica; activation checkpointing, which repeats "
-                    "calls in backward, cannot be combined with replicas"
+                    f"{layer}: called after the forward pass of the replica, which can run only once; activation "
+                    "checkpointing, which repeats calls in backward, cannot be combined with replicas"
                 )
             if self._sent and self._layer != layer:
                 raise RuntimeError(
@@ -132,7 +129,7 @@ class Replicas:
                 return "ready"
             if self.error is not None:
                 return "raised"
-            return "ended" if max(self._ended) > self._ended[rank] else ""
+            return "ended" if self._ended else ""
 
         found = self._changed.wait_for(outcome, TIMEOUT)
         if found == "raised":

@@ -42,7 +42,7 @@ class Replica:
                 f"{name_of(call.layer)}: replicas cannot synchronize over several ranks; use one device per rank, or "
                 "process_group=bagua_syncbn.communicators.LOCAL to synchronize the replicas of each process"
             )
-        if call.has_masks:
+        if call.has_mask:
             raise RuntimeError(f"{name_of(call.layer)}: replicas take no masks; use one process for each device")
         try:
             options = checks_of(call._replace(group=_LOCAL_GROUP)).options

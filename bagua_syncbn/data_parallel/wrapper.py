@@ -165,8 +165,8 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
     the replica, and ``ctx`` is a :class:`CallbackContext` that all copies of the submodule share. Replica 0 comes
     first. A submodule with several names is called once per replica.
 
-    Only code with custom replication needs this function. Call it after each replication, then call each replica in a
-    thread.
+    Only code with custom replication needs this function. Call it after each replication, then call each replica once,
+    in a thread.
 
     Args:
         modules: the replicas, in order. Replica 0 must have the buffers of the model, as with
@@ -227,9 +227,6 @@ def patch_sync_batchnorm() -> AbstractContextManager[Any]:
         >>> with patch_sync_batchnorm():
         ...     model = torchvision.models.resnet18()
     """
-    return replace_in_torch(SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d)
-
-
-def replace_in_torch(*classes: Any) -> AbstractContextManager[Any]:
-    """Implements :func:`patch_sync_batchnorm` with ``classes``: the 1-D, 2-D and 3-D layer classes."""
-    return mock.patch.multiple(nn, BatchNorm1d=classes[0], BatchNorm2d=classes[1], BatchNorm3d=classes[2])
+    return mock.patch.multiple(
+        nn, BatchNorm1d=SyncBatchNorm1d, BatchNorm2d=SyncBatchNorm2d, BatchNorm3d=SyncBatchNorm3d
+    )

@@ -12,7 +12,7 @@ from torch import nn
 
 from bagua_syncbn.communicators import LOCAL
 from bagua_syncbn.data_parallel import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, convert_model
-from tests.helpers.replicated import PLACES, build, check_equal, inputs_of, parallel, run
+from tests.helpers.replicated import PLACES, build, check_equal, draw_step, parallel, run
 from tests.helpers.steps import assert_same_bits, draw
 from tests.helpers.tolerances import assert_close
 
@@ -24,11 +24,12 @@ pytestmark = pytest.mark.usefixtures("single_threaded")
 @pytest.mark.parametrize("place", PLACES)
 def test_replicas_equal_the_full_batch(place, count, samples):
     torch.manual_seed(1)
-    expected = build(nn.BatchNorm2d, eps=1e-3)
+    expected = build(eps=1e-3)
     actual = parallel(convert_model(copy.deepcopy(expected)), place, count)
     for step in range(3):
-        batch, grad_output = inputs_of(nn.BatchNorm2d, samples, step), draw(samples, 2, 2, 3)
-        check_equal(run(actual, batch, grad_output), run(expected, batch, grad_output), f" at step {step}")
+        given = draw_step(samples, step)
+        check_equal(run(actual, *given), run(expected, *given), f" at step {step}")
+    batch, _ = given
     assert_close(actual.eval()(batch).cpu(), expected.eval()(batch), "output in evaluation")
 
 
@@ -116,7 +117,7 @@ def test_forward_frees_the_replicas_and_changes_only_the_users_buffers(place):
 def test_results_have_the_same_bits_every_time():
     def step():
         torch.manual_seed(0)
-        return run(parallel(build(SynchronizedBatchNorm2d), "cpu", 4), inputs_of(nn.BatchNorm2d, 8), draw(8, 2, 2, 3))
+        return run(parallel(build(SynchronizedBatchNorm2d), "cpu", 4), *draw_step(8))
 
     first = step()
     for _ in range(5):
@@ -124,8 +125,8 @@ def test_results_have_the_same_bits_every_time():
 
 
 def test_backward_can_be_repeated_and_takes_a_batch_of_gradients():
-    model = convert_model(parallel(build(nn.BatchNorm1d), "cpu", 2))
-    output = model(batch := inputs_of(nn.BatchNorm1d, 4).requires_grad_())
+    model, (batch, _) = convert_model(parallel(build(), "cpu", 2)), draw_step(4)
+    output = model(batch.requires_grad_())
     grad_outputs = draw(3, *output.shape)
     grads = [torch.autograd.grad(output, batch, each, retain_graph=True)[0] for each in grad_outputs]
     together = torch.autograd.grad(output, batch, grad_outputs, is_grads_batched=True, retain_graph=True)
@@ -169,12 +170,7 @@ class FixedStatistics(nn.BatchNorm1d):
         return F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
 
 
-@pytest.mark.parametrize("eps_mode", ["plus", "clamp"])
-def test_layers_that_evaluate_in_training_work_in_replicas(eps_mode):
+def test_layers_that_evaluate_in_training_work_in_replicas():
     plain = nn.Sequential(FixedStatistics(3), nn.BatchNorm1d(3)).double()
-    plain[0].running_var.fill_(2.0)
-    model = convert_model(copy.deepcopy(plain))
-    model[0].eps_mode = eps_mode
-    plain[0].eps = plain[0].eps if eps_mode == "plus" else 1e-30  # the variance is above eps
-    batch, grad_output = draw(2, 6, 3)
-    check_equal(run(parallel(model, "cpu", 2), batch, grad_output), run(plain, batch, grad_output))
+    model, given = convert_model(copy.deepcopy(plain)), draw(2, 6, 3)
+    check_equal(run(parallel(model, "cpu", 2), *given), run(plain, *given))

@@ -20,7 +20,7 @@ from bagua_syncbn.data_parallel import (
     patch_sync_batchnorm,
     replicas,
 )
-from tests.helpers.replicated import GPU_PLACES, PLACES, Steps, build, check_equal, inputs_of, parallel, promptly, run
+from tests.helpers.replicated import GPU_PLACES, PLACES, Steps, build, check_equal, draw_step, parallel, promptly, run
 from tests.helpers.steps import draw
 from tests.helpers.tolerances import assert_close
 from tests.helpers.training import through_file
@@ -90,18 +90,18 @@ class Threads(nn.DataParallel):
 
 @pytest.mark.parametrize("patch", [patch_replication_callback, convert_model])
 def test_a_users_subclass_is_patched(patch):
-    expected = build(nn.BatchNorm1d)
+    expected = build()
     actual = bagua_syncbn.convert_sync_batchnorm(Threads(copy.deepcopy(expected)))
-    batch, grad_output = inputs_of(nn.BatchNorm1d, 6), draw(6, 2, 2)
+    given = draw_step(6)
     with pytest.raises(RuntimeError, match=r"use bagua_syncbn.data_parallel.DataParallelWithCallback"):
-        actual(batch)
+        actual(given[0])
     patch(actual)
     cls = type(actual)
     patch(actual)
     assert issubclass(cls, Threads)
     for model in (copy.deepcopy(actual), actual):
         assert type(model) is cls
-        check_equal(run(model, batch, grad_output), run(copy.deepcopy(expected), batch, grad_output))
+        check_equal(run(model, *given), run(copy.deepcopy(expected), *given))
     actual = Threads(Steps(lambda module, copy_id, input: module.late(input) if copy_id == 0 else input.missing))
     patch(actual)
     with pytest.raises(AttributeError, match="missing"):
@@ -164,7 +164,7 @@ def test_replicas_wait_for_side_streams_of_the_caller_and_of_each_other(place, i
     expected = nn.Sequential(nn.BatchNorm2d(3, affine=False), nn.Tanh()).double()
     actual = nn.Sequential(SynchronizedBatchNorm2d(3, affine=False), nn.Tanh()).double()
     actual = parallel(nn.Sequential(inner(actual)), place, 2)
-    batch, grad_output = inputs_of(nn.BatchNorm2d, 6), draw(6, 3, 2, 3)
+    batch, grad_output = draw(2, 6, 3, 2, 3)
     arguments, stream = (batch.cuda(), grad_output.cuda()), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -189,13 +189,12 @@ def test_memory_that_another_replica_still_reads_is_not_reused():
 
 
 def test_copies_and_pickles_of_wrapped_models_compute_the_same():
-    model = parallel(build(SynchronizedBatchNorm1d, eps_mode="clamp"), "cpu", 2)
-    model(inputs_of(nn.BatchNorm1d, 4))
+    model, (batch, _) = parallel(build(SynchronizedBatchNorm2d, eps_mode="clamp"), "cpu", 2), draw_step(4)
+    model(batch)
     for twin in (copy.deepcopy(model), through_file(model)):
         assert twin.module[0].eps_mode == "clamp"
-        batch = inputs_of(nn.BatchNorm1d, 4, 1)
         assert torch.equal(twin(batch), copy.deepcopy(model)(batch))
     # A copied layer of a replica has no peers.
     with torch.no_grad():
         replica, _ = model.replicate(model.module, model.device_ids)
-    copy.deepcopy(replica[0])(inputs_of(nn.BatchNorm1d, 4))
+    copy.deepcopy(replica[0])(batch)

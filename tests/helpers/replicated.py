@@ -12,11 +12,6 @@ from tests.helpers.tolerances import assert_close
 
 GPU_PLACES = ("one GPU", "several GPUs")
 PLACES = ["cpu", *(pytest.param(place, marks=pytest.mark.gpu) for place in GPU_PLACES)]
-DIMENSIONS = {
-    nn.BatchNorm1d: (nn.Conv1d, (2,)),
-    nn.BatchNorm2d: (nn.Conv2d, (2, 3)),
-    nn.BatchNorm3d: (nn.Conv3d, (2, 3, 2)),
-}
 # Seconds for a test that must not hang: far below replicas.TIMEOUT.
 PROMPTLY = 20
 
@@ -30,18 +25,12 @@ def parallel(model, place, count):
     return DataParallelWithCallback(model.to(device), devices)
 
 
-def dimensions_of(batch_norm):
-    """Returns the convolution class and the sizes of positions that go with ``batch_norm``."""
-    return next(found for cls, found in DIMENSIONS.items() if issubclass(batch_norm, cls))
-
-
-def build(batch_norm, **options):
+def build(batch_norm=nn.BatchNorm2d, **options):
     """Returns a model with normalization in nested containers, between layers that mix channels."""
-    convolution, _ = dimensions_of(batch_norm)
     model = nn.Sequential(
         batch_norm(3, **options),
-        nn.Sequential(convolution(3, 5, 1), nn.Sequential(batch_norm(5, **options), nn.Tanh())),
-        convolution(5, 2, 1),
+        nn.Sequential(nn.Conv2d(3, 5, 1), nn.Sequential(batch_norm(5, **options), nn.Tanh())),
+        nn.Conv2d(5, 2, 1),
     ).double()
     with torch.no_grad():
         for parameter in model.parameters():  # initial values of 1 and 0 would hide mistakes
@@ -49,11 +38,11 @@ def build(batch_norm, **options):
     return model
 
 
-def inputs_of(batch_norm, samples, step=0):
-    """Returns a batch with channel variances from far below to far above an eps of 1e-3."""
-    _, positions = dimensions_of(batch_norm)
-    scale = torch.tensor([1e-3, 1e-1, 2.0], dtype=torch.float64).view(-1, *[1] * len(positions))
-    return draw(samples, 3, *positions, seed=step) * scale + torch.arange(3, dtype=torch.float64).view(scale.shape)
+def draw_step(samples, step=0):
+    """Returns input and output gradient of :func:`build`; input variances are far below to far above an eps of 1e-3."""
+    scale = torch.tensor([1e-3, 1e-1, 2.0], dtype=torch.float64).view(3, 1, 1)
+    mean = torch.arange(3, dtype=torch.float64).view(3, 1, 1)
+    return draw(samples, 3, 2, 3, seed=step) * scale + mean, draw(samples, 2, 2, 3, seed=step + 100)
 
 
 def run(model, batch, grad_output):
