@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .checks import check_callable, is_distributed
 from .groups import LOCAL, spec_of
-from .running_statistics.accumulation import Accumulation
 from .sync_batchnorm import SyncBatchNorm
 
 # Module attributes that are restored. forward_sync_buffers is torch 2.13's name of broadcast_buffers.
@@ -79,7 +78,6 @@ def observe_inputs(
                 part.broadcast_buffers = False
             if isinstance(part, SyncBatchNorm):
                 vars(part)["_sync_state"] = replace(part._sync_state, group=local, caches={})
-                part._sync_state.attach(Accumulation, None)
         for name, layer in layers.items():
             hooks.callback(layer.register_forward_pre_hook(partial(callback, name), with_kwargs=True).remove)
         for batch in batches:

@@ -16,7 +16,7 @@ from .errors import notifies_peers
 from .groups import ALONE, GroupSpec, spec_of
 from .layer_state import CallCache, LayerState
 from .masks import masking_of
-from .options import NO_MASKS, Options
+from .options import NO_MASK, Options
 from .registry import Registry
 from .step.by_torch import ByTorch, in_evaluation, suits_torch
 from .step.call import Call, Normalization, Statistics
@@ -60,7 +60,6 @@ def sync_batch_norm(
     activation: str | tuple[str, float] | nn.Module | None = None,
     residual: Tensor | None = None,
     mask: Tensor | None = None,
-    lengths: Tensor | None = None,
     zero_masked: bool = False,
 ) -> Tensor:
     r"""Computes batch normalization with the statistics of all ranks of a group.
@@ -112,12 +111,9 @@ def sync_batch_norm(
             ``leaky_relu`` or the alpha of ``elu``, such as ``("leaky_relu", 0.2)``; a module such as ``nn.ReLU()``; or
             None.
         residual: :math:`r`, (N, C, \*), same dtype and device as ``input``, in any memory format; or None.
-        mask: bool, broadcastable to (N, 1, \*). True for positions that the statistics include. All other positions are
-            normalized with the same statistics. Ranks may differ in whether they pass a mask, and all positions of a
-            rank may be masked. A mask with fewer dimensions is rejected if its first dimension has size N, because it
-            could be samples.
-        lengths: (N), integers, instead of ``mask``: number of valid positions along the last dimension of an ``input``
-            with at least 3 dimensions. On CUDA, values are not checked but clamped to the dimension.
+        mask: bool, (N, 1, \*) or 1 in any dimension. True for positions that the statistics include. All other
+            positions are normalized with the same statistics. Ranks may differ in whether they pass a mask, and all
+            positions of a rank may be masked.
         zero_masked: whether output and gradient are 0 at masked positions, even if the input is NaN there.
 
     Returns:
@@ -126,7 +122,7 @@ def sync_batch_norm(
     Raises:
         TypeError: an argument has the wrong type, dtype or layout; a tensor is a DTensor and ``input`` is not, or not
             placed to match; a DTensor ``input`` comes with a mask.
-        ValueError: an argument has a wrong value or number of dimensions; ``mask`` or ``lengths`` does not fit
+        ValueError: an argument has a wrong value or number of dimensions; ``mask`` does not fit
             ``input``; a single-rank training call has one value per channel; this rank is not in
             ``process_group``, or the ranks of the group do not hold each value of a DTensor exactly once.
         RuntimeError: a tensor has the wrong number of elements or is on another device; replicas get a mask;
@@ -139,9 +135,9 @@ def sync_batch_norm(
         check_flag("training", training)
     buffers = ops.Buffers(running_mean, running_var, num_batches_tracked)
     options = Options(eps, momentum, eps_mode, skip_nonfinite, activation)
-    masks = NO_MASKS if mask is lengths is None and zero_masked is False else (mask, lengths, zero_masked)
+    given_mask = NO_MASK if mask is None and zero_masked is False else (mask, zero_masked)
     group = process_group if training else ALONE
-    return batch_norm(Call(input, weight, bias, residual, buffers, options, training, group, layer, masks))
+    return batch_norm(Call(input, weight, bias, residual, buffers, options, training, group, layer, given_mask))
 
 
 def batch_norm(call: Call) -> Tensor:
@@ -185,7 +181,7 @@ def _prepare(call: Call, is_compiling: bool) -> Normalization | ByTorch:
     try:
         checked = _validate(call) if is_compiling else checks_of(call)
         # torch.compile in torch 2.12 cannot trace ``is`` between tuples.
-        masking = masking_of(input, call.masks) if is_compiling or call.masks is not NO_MASKS else None
+        masking = masking_of(input, call.mask) if is_compiling or call.mask is not NO_MASK else None
         if checked.is_local:
             check_local_count(input)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -280,8 +276,8 @@ def _validate(call: Call, key: tuple[Any, ...] | None = None) -> CallCache:
         if buffers.running_mean is None or buffers.running_var is None:
             raise ValueError("running_mean, running_var: expected tensors with training=False, got None")
         return CallCache(key, options, None)
-    if not is_compiling and call.masks is not NO_MASKS:
-        masking_of(input, call.masks)  # raises before this rank waits for peers to create the group
+    if not is_compiling and call.mask is not NO_MASK:
+        masking_of(input, call.mask)  # raises before this rank waits for peers to create the group
     check_tracer(call.group)
     if options.momentum is None and buffers.running_mean is not None and buffers.num_batches_tracked is None:
         raise ValueError("num_batches_tracked: expected a tensor, because momentum is None; got None")

@@ -18,15 +18,6 @@ Attachment: TypeAlias = Callable[[Callable[[Call], Tensor], Call], Tensor]
 _T = TypeVar("_T")
 
 
-class Frozen(NamedTuple):
-    """State of a frozen layer that :func:`~bagua_syncbn.unfreeze_statistics` restores."""
-
-    training: bool
-    """Last requested mode."""
-    parameters: tuple[str, ...] = ()
-    """Names of parameters that required gradients."""
-
-
 class CallCache(NamedTuple):
     """Results of call checks. Calls with the same key pass all checks except value checks."""
 
@@ -46,8 +37,8 @@ class LayerState:
     """Ranks to synchronize with."""
     origin: Origin | None = None
     """Place of the layer in a converted model."""
-    frozen: Frozen | None = None
-    """Set by freeze_statistics: the layer stays in evaluation."""
+    frozen_mode: bool | None = None
+    """Last requested mode of a layer that freeze_statistics keeps in evaluation; None for other layers."""
     attachments: tuple[Attachment, ...] = ()
     """Wrappers of each call, outermost last."""
     caches: dict[bool, CallCache] = field(default_factory=dict)
@@ -63,4 +54,4 @@ class LayerState:
         self.attachments = others if new is None else (*others, new)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LayerState, (self.group, self.origin, self.frozen)
+        return LayerState, (self.group, self.origin, self.frozen_mode)

@@ -1,14 +1,20 @@
-"""Modules of a model: names, filters, data parallel wrappers."""
+"""Modules of a model: names, filters, attachments, data parallel wrappers."""
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .communicators import bagua
+from .sync_batchnorm import SyncBatchNorm
 from .torch_internals.modules import is_replicated_in_place
 
 Filter = Callable[[str, nn.Module], bool]
+
+_T = TypeVar("_T")
 
 
 def check_module(module: object, name: str = "module") -> None:
@@ -43,6 +49,28 @@ def modules_with_names(
 def is_left_out(module: nn.Module, names: list[str], filter: Filter | None) -> bool:
     """Returns whether ``filter`` returns False for all ``names`` of ``module``."""
     return filter is not None and not any(filter(name, module) for name in names)
+
+
+@contextmanager
+def attached(model: nn.Module, what: str, kind: type[_T], make: Callable[[Any], _T | None]) -> Iterator[dict[Any, _T]]:
+    """Attaches ``make(layer)``, of class ``kind``, to each synchronized layer of ``model`` inside the context.
+
+    Skips layers for which ``make`` returns None. Yields the new attachments by layer, and restores those of an outer
+    context on exit. Warns, with the name ``what``, if ``model`` has no synchronized layer.
+    """
+    check_module(model, "model")
+    layers = [layer for layer in model.modules() if isinstance(layer, SyncBatchNorm)]
+    new = {layer: attachment for layer in layers if (attachment := make(layer)) is not None}
+    if not layers:
+        warnings.warn(f"{what}: found no synchronized layer in {type(model).__name__}", stacklevel=5)
+    outer = {layer: layer._sync_state.attached(kind) for layer in new}
+    try:
+        for layer, attachment in new.items():
+            layer._sync_state.attach(kind, attachment)
+        yield new
+    finally:
+        for layer, previous in outer.items():
+            layer._sync_state.attach(kind, previous)
 
 
 def is_data_parallel(module: nn.Module) -> bool:

@@ -13,11 +13,10 @@ from torch import Tensor
 # Input, weight, bias and residual of a call.
 Tensors: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
-# mask, lengths and zero_masked of a call; or a function that returns the checked masking for an input.
-Masks: TypeAlias = tuple[Tensor | None, Tensor | None, bool]
-GivenMasks: TypeAlias = Masks | Callable[[Tensor], Any]
+# mask and zero_masked of a call; or a function that returns the checked masking for an input.
+GivenMask: TypeAlias = tuple[Tensor | None, bool] | Callable[[Tensor], Any]
 
-NO_MASKS: Masks = None, None, False
+NO_MASK: GivenMask = None, False
 
 
 class Options(NamedTuple):

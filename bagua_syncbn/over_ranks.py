@@ -47,7 +47,7 @@ def mean_over_ranks(
 
     Args:
         values: per-sample losses of this rank (``reduction="none"``), in any shape.
-        mask: bool, broadcastable to ``values``: True for values to include; None for all values.
+        mask: bool, the size of ``values`` or 1 in any dimension: True for values to include; None for all values.
         process_group: the ranks over which gradients are reduced, as for :func:`sync_batch_norm`; None for the whole
             job.
         count: overrides :math:`n_r`, by default the number of values. In gradient accumulation, pass the number in all
@@ -62,7 +62,7 @@ def mean_over_ranks(
     Raises:
         TypeError: ``values`` is not a floating point tensor of this rank, ``mask`` not a bool tensor, or ``count`` not
             a number; ``process_group`` has an unknown type.
-        ValueError: ``mask`` does not broadcast to ``values``, or is ambiguous; ``values`` is a scalar, and
+        ValueError: ``mask`` does not fit ``values``; ``values`` is a scalar, and
             ``count`` is None; ``count`` is negative, not finite or not a single number; ``gradients`` is invalid.
         RuntimeError: ``mask`` is on another device; ranks make different calls, or a peer raised.
 

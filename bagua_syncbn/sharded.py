@@ -33,8 +33,8 @@ def _on_shards(call: Call) -> Tensor | None:
         shards.buffer(name, buffer)
         for name, buffer in (("running_mean", mean), ("running_var", var), ("num_batches_tracked", batches))
     ))  # fmt: skip
-    if call.has_masks:
-        raise TypeError("mask, lengths: expected None with a DTensor input, got a mask; call the layer with to_local()")
+    if call.has_mask:
+        raise TypeError("mask: expected None with a DTensor input, got a mask; call the layer with to_local()")
     if call.training:
         shards.check_group(call.group)
     if residual is not None:

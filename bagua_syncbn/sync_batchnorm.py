@@ -18,7 +18,7 @@ from .functional import batch_norm
 from .groups import ALONE, EVERYONE, spec_of
 from .layer_state import LayerState
 from .ops import activation_of
-from .options import NO_MASKS, Masks, Options
+from .options import NO_MASK, GivenMask, Options
 from .step.call import Call
 
 
@@ -137,8 +137,8 @@ class SyncBatchNorm(_BatchNorm):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "fused_activation":
             value = activation_of(value)
-        elif name == "training" and self._sync_state.frozen is not None:
-            self._sync_state.frozen = self._sync_state.frozen._replace(training=value)
+        elif name == "training" and self._sync_state.frozen_mode is not None:
+            self._sync_state.frozen_mode = value
             value = False
         elif name == "activation" and type(self) in (SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d):
             raise AttributeError(f"activation: set {type(self).__name__}.fused_activation instead")
@@ -159,7 +159,7 @@ class SyncBatchNorm(_BatchNorm):
         self._sync_state.group = spec_of(process_group)
 
     def reset_running_stats(self) -> None:
-        if self._sync_state.frozen is not None:
+        if self._sync_state.frozen_mode is not None:
             raise RuntimeError(
                 f"reset_running_stats: this {type(self).__name__} is frozen; call unfreeze_statistics first"
             )
@@ -181,7 +181,6 @@ class SyncBatchNorm(_BatchNorm):
         residual: Tensor | None = None,
         *,
         mask: Tensor | None = None,
-        lengths: Tensor | None = None,
         zero_masked: bool = False,
     ) -> Tensor:
         if isinstance(input, Tensor):
@@ -190,11 +189,11 @@ class SyncBatchNorm(_BatchNorm):
             except ValueError as error:
                 raise named(error, self) from None
         elif isinstance(input, Proxy):
-            options = {"residual": residual, "mask": mask, "lengths": lengths, "zero_masked": zero_masked}
+            options = {"residual": residual, "mask": mask, "zero_masked": zero_masked}
             given = {name: value for name, value in options.items() if value is not None and value is not False}
             return as_one_node(self, input, (input,), given)
-        masks = NO_MASKS if mask is lengths is None and zero_masked is False else (mask, lengths, zero_masked)
-        call = _call_of(self, input, residual, masks)
+        given_mask = NO_MASK if mask is None and zero_masked is False else (mask, zero_masked)
+        call = _call_of(self, input, residual, given_mask)
         return through_attachments(self, call) if self._sync_state.attachments else batch_norm(call)
 
     def _replicate_for_data_parallel(self) -> "SyncBatchNorm":
@@ -209,7 +208,7 @@ class SyncBatchNorm(_BatchNorm):
         activation = activation_of(self.fused_activation)
         act = "" if activation is None else f", activation={activation}"
         group = "" if self._sync_state.group is EVERYONE else f", process_group={self._sync_state.group}"
-        frozen = "" if self._sync_state.frozen is None else ", statistics frozen"
+        frozen = "" if self._sync_state.frozen_mode is None else ", statistics frozen"
         return f"{super().extra_repr()}{eps_mode}{skip}{act}{group}{frozen}"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -230,7 +229,7 @@ class SyncBatchNorm(_BatchNorm):
 # Functions instead of methods, because converted classes may have methods of any name.
 
 
-def _call_of(layer: SyncBatchNorm, input: Tensor, residual: Tensor | None, masks: Masks) -> Call:
+def _call_of(layer: SyncBatchNorm, input: Tensor, residual: Tensor | None, mask: GivenMask) -> Call:
     parameters, held = layer._parameters, layer._buffers
     try:
         if layer._has_getattr:
@@ -245,10 +244,10 @@ def _call_of(layer: SyncBatchNorm, input: Tensor, residual: Tensor | None, masks
     options = Options(layer.eps, layer.momentum, layer.eps_mode, layer.skip_nonfinite, layer.fused_activation)
     if layer.training:
         buffers = ops.Buffers(mean, var, batches) if layer.track_running_stats else ops.NO_BUFFERS
-        return Call(input, weight, bias, residual, buffers, options, True, layer._sync_state.group, layer, masks)
+        return Call(input, weight, bias, residual, buffers, options, True, layer._sync_state.group, layer, mask)
     uses_batch = mean is None and var is None
     buffers = ops.NO_BUFFERS if uses_batch else ops.Buffers(mean, var)
-    return Call(input, weight, bias, residual, buffers, options, uses_batch, ALONE, layer, masks)
+    return Call(input, weight, bias, residual, buffers, options, uses_batch, ALONE, layer, mask)
 
 
 def through_attachments(layer: SyncBatchNorm, call: Call) -> Tensor:

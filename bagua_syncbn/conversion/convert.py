@@ -143,7 +143,7 @@ def _check_that_it_can_be_local(layer: SyncBatchNorm, cls: type[nn.Module]) -> N
 
     Options that the layer's class itself sets are not checked: that class chose ``cls`` as its ``local_class``.
     """
-    if layer._sync_state.frozen is not None:
+    if layer._sync_state.frozen_mode is not None:
         raise ValueError(f"module: cannot revert frozen {name_of(layer)}; call unfreeze_statistics first")
     for name, default in (("fused_activation", None), ("eps_mode", "plus")):
         value = vars(layer).get(name, default)

@@ -87,7 +87,7 @@ def conversion_report(module: nn.Module, *, filter: Filter | None = None) -> Con
     report = examine(module, filter)
     notes: dict[nn.Module, list[str]] = {}
     for part in module.modules():
-        if isinstance(part, SyncBatchNorm) and part._sync_state.frozen is not None:
+        if isinstance(part, SyncBatchNorm) and part._sync_state.frozen_mode is not None:
             notes[part] = ["statistics frozen"]
     for notes_on in report_notes:
         for layer, note in notes_on(module):

@@ -1,6 +1,5 @@
 """Accumulates the statistics of several batches before they update running statistics."""
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checks import named
-from ..models import check_module
+from ..models import attached
 from ..ops import NO_BUFFERS, Buffers, Moments, merge_stats
 from ..ops.moments import merge_dtype
 from ..options import Options
@@ -96,18 +95,12 @@ def accumulate_statistics(model: nn.Module) -> Iterator[None]:
         ...         loss(model(batch)).backward()
         >>> optimizer.step()
     """
-    check_module(model, "model")
-    layers = [layer for layer in model.modules() if isinstance(layer, SyncBatchNorm)]
-    if not layers:
-        warnings.warn(f"accumulate_statistics: found no synchronized layer in {type(model).__name__}", stacklevel=3)
-    accumulations = {layer: Accumulation(layer) for layer in layers if accumulation_of(layer) is None}
-    for layer, accumulation in accumulations.items():
-        layer._sync_state.attach(Accumulation, accumulation)
-    try:
+
+    def outermost(layer: SyncBatchNorm) -> Accumulation | None:
+        return None if accumulation_of(layer) else Accumulation(layer)
+
+    with attached(model, "accumulate_statistics", Accumulation, outermost) as accumulations:
         yield
         with torch.no_grad():
             for layer, accumulation in accumulations.items():
                 accumulation.update_buffers(layer)
-    finally:
-        for layer in accumulations:
-            layer._sync_state.attach(Accumulation, None)

@@ -8,8 +8,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from ..checks import check_callable
-from ..layer_state import Frozen
-from ..models import Filter, check_module, is_data_parallel, is_left_out, modules_with_names
+from ..models import Filter, check_module, is_left_out, modules_with_names
 from ..names import name_of
 from ..sync_batchnorm import SyncBatchNorm
 from ..torch_internals.modules import forget_compiled_code
@@ -17,20 +16,18 @@ from ..torch_internals.modules import forget_compiled_code
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
-def freeze_statistics(module: _Module, filter: Filter | None = None, *, parameters: bool = False) -> _Module:
+def freeze_statistics(module: _Module, filter: Filter | None = None) -> _Module:
     """Makes synchronized layers of ``module`` normalize with running statistics even in training.
 
     Frozen layers do not communicate, and their buffers do not change. They remain in evaluation mode after ``train()``,
     in copies and pickles, after loading a state dict, and after a second conversion. ``repr`` and
-    :func:`conversion_report` mark them.
+    :func:`conversion_report` mark them. Weight and bias still train, unless they do not require gradients.
 
     Args:
         module: the converted model, wrapped or not; or a single layer. All ranks of a group must freeze the same
             layers.
         filter: called with a layer's name, as in ``named_modules``, and the layer; returns False to skip it. A layer
             with several names is frozen if the filter returns True for any name.
-        parameters: also freeze weight and bias of these layers (``requires_grad=False``). A parametrized layer raises
-            AttributeError.
 
     Returns:
         ``module``, the same object.
@@ -39,8 +36,6 @@ def freeze_statistics(module: _Module, filter: Filter | None = None, *, paramete
         TypeError: ``module`` is not a module, or ``filter`` is not callable; a batch normalization layer is not
             synchronized, or is lazy and uninitialized.
         ValueError: a layer has no running statistics.
-        RuntimeError: ``parameters`` is true and ``module`` is already wrapped: the wrapper would wait for gradients of
-            these parameters.
 
     After these errors, ``module`` is unchanged. It warns if there is no layer to freeze. ``reset_running_stats`` of a
     frozen layer raises RuntimeError, and so does :func:`torch.optim.swa_utils.update_bn`, which calls it; use
@@ -62,19 +57,12 @@ def freeze_statistics(module: _Module, filter: Filter | None = None, *, paramete
             raise TypeError(f"module: {where} is lazy and uninitialized; call the model once first")
         if layer.running_mean is None or layer.running_var is None:
             raise ValueError(f"module: {where} has no running statistics; skip it by filter")
-    if parameters:
-        _check_not_wrapped(module)
     if not layers:
         warnings.warn(f"freeze_statistics: found no layer to freeze in {type(module).__name__}", stacklevel=2)
     for layer in layers:
-        names = [name for name in ("weight", "bias") if parameters and getattr(layer, name) is not None]
-        required = tuple(name for name in names if layer.get_parameter(name).requires_grad)
-        for name in required:
-            layer.get_parameter(name).requires_grad_(False)
-        frozen = layer._sync_state.frozen
-        if frozen is None:
-            frozen, layer.training = Frozen(layer.training), False
-        layer._sync_state.frozen = frozen._replace(parameters=frozen.parameters + required)
+        if not is_frozen(layer):
+            mode, layer.training = layer.training, False
+            layer._sync_state.frozen_mode = mode
     forget_compiled_code(module)
     return module
 
@@ -82,8 +70,7 @@ def freeze_statistics(module: _Module, filter: Filter | None = None, *, paramete
 def unfreeze_statistics(module: _Module, filter: Filter | None = None) -> _Module:
     """Undoes :func:`freeze_statistics`.
 
-    Parameters that were frozen require gradients again. A layer gets its parent module's mode. If ``module`` is itself
-    a layer, it gets the last requested mode.
+    A layer gets its parent module's mode. If ``module`` is itself a layer, it gets the last requested mode.
 
     Args:
         module: the model, wrapped or not; or a single layer.
@@ -94,28 +81,19 @@ def unfreeze_statistics(module: _Module, filter: Filter | None = None) -> _Modul
 
     Raises:
         TypeError: ``module`` is not a module, or ``filter`` is not callable.
-        RuntimeError: parameters are frozen, and ``module`` is already wrapped: the wrapper would not average gradients
-            of these parameters.
-
-    If it raises, ``module`` is unchanged.
     """
     layers = [layer for layer in _layers_of(module, filter) if is_frozen(layer)]
-    if any(layer._sync_state.frozen.parameters for layer in layers):
-        _check_not_wrapped(module)
     parents = {child: parent for parent in module.modules() for child in parent.children()}
     for layer in layers:
-        frozen = layer._sync_state.frozen
-        for name in frozen.parameters:
-            layer.get_parameter(name).requires_grad_()
-        layer._sync_state.frozen = None
-        layer.training = parents[layer].training if layer in parents else frozen.training
+        mode, layer._sync_state.frozen_mode = layer._sync_state.frozen_mode, None
+        layer.training = parents[layer].training if layer in parents else mode
     forget_compiled_code(module)
     return module
 
 
 def is_frozen(module: nn.Module) -> bool:
     """Returns True if :func:`freeze_statistics` froze ``module``."""
-    return isinstance(module, SyncBatchNorm) and module._sync_state.frozen is not None
+    return isinstance(module, SyncBatchNorm) and module._sync_state.frozen_mode is not None
 
 
 def _layers_of(module: nn.Module, filter: Filter | None) -> dict[Any, list[str]]:
@@ -127,12 +105,3 @@ def _layers_of(module: nn.Module, filter: Filter | None) -> dict[Any, list[str]]
         for part, names in modules_with_names(module).items()
         if isinstance(part, _BatchNorm) and not is_left_out(part, names, filter)
     }
-
-
-def _check_not_wrapped(module: nn.Module) -> None:
-    wrapped = next(filter(is_data_parallel, module.modules()), None)
-    if wrapped is not None:
-        raise RuntimeError(
-            f"module: requires_grad of parameters cannot change inside {type(wrapped).__name__}; freeze or unfreeze "
-            "before the model is wrapped"
-        )

@@ -1,20 +1,18 @@
 """Recalibrates running statistics from given batches, for example after weight averaging."""
 
 from collections.abc import Callable, Iterable
-from threading import Lock
 from typing import Any
 from warnings import warn
 
 import torch
 from torch import nn
 
-from .. import ops
 from ..dry_run import forward_of, observe_inputs
 from ..errors import notifies_peers
 from ..groups import spec_of
-from ..models import check_module
+from ..models import attached, check_module
 from ..names import name_of
-from ..options import Options
+from ..ops import Moments
 from ..over_ranks import sum_over_ranks
 from ..sync_batchnorm import SyncBatchNorm
 from .accumulation import Accumulation
@@ -50,7 +48,7 @@ def recalibrate_statistics(
     exception, statistics do not either. Memory does not grow with the number of batches.
 
     Args:
-        module: the model, wrapped or not, with synchronized or torch's layers.
+        module: the converted model, wrapped or not.
         batches: batches of this rank: tensors, or lists or tuples that begin with a tensor, as from a ``DataLoader``.
         forward: runs the model on a batch, which may have any type. None for ``module(batch)``.
         device: where to move batches before calling ``module``; None to leave them. Cannot be combined with
@@ -59,7 +57,7 @@ def recalibrate_statistics(
 
     Raises:
         TypeError: ``module`` is not a module; ``forward`` is not callable; a batch is not a tensor and does not begin
-            with a tensor, and there is no ``forward``; a layer is a :class:`torch.nn.SyncBatchNorm`.
+            with a tensor, and there is no ``forward``; a layer with statistics is not synchronized.
         ValueError: both ``device`` and ``forward`` are given; no rank has a batch; a layer gets a single value per
             channel in a batch.
         RuntimeError: ranks make different calls, or have different layers; a peer raised; statistics are not finite.
@@ -75,31 +73,19 @@ def recalibrate_statistics(
     check_module(module)
     layers = layers_with_statistics(module)
     for name, layer in layers.items():
-        if isinstance(layer, nn.SyncBatchNorm):
-            raise TypeError(f"module: {name_of(layer, name)} is torch's; call convert_sync_batchnorm first")
+        if not isinstance(layer, SyncBatchNorm):
+            raise TypeError(f"module: {name_of(layer, name)} is not synchronized; call convert_sync_batchnorm first")
     if isinstance(batches, torch.Tensor):
         raise TypeError("batches: expected an iterable of batches, got a Tensor")
     remaining, run = iter(batches), forward_of(module, forward, device)
-    if not layers:
-        warn(f"{_NAME}: found no layer with running statistics in {type(module).__name__}", stacklevel=3)
     communicator = spec.communicator()
     # An error during the pass reaches only peers that are waiting for a message, so all ranks synchronize first.
     device_of_ranks = next((layer.running_mean.device for layer in layers.values()), torch.device("cpu"))
     nothing = torch.empty(0, dtype=torch.float64, device=device_of_ranks)
     sum_over_ranks(nothing, communicator, _NAME, module, "before its batches")
-    found = {name: Accumulation(layer) for name, layer in layers.items()}
-    lock = Lock()  # replicas run in threads
-
-    def observe(name: str, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if isinstance(layer, SyncBatchNorm):
-            layer._sync_state.attach(Accumulation, found[name])
-        else:
-            stats = ops.batch_norm_stats(args[0] if args else kwargs["input"])
-            with lock:
-                found[name].take(stats.unsqueeze(0), 1, Options())
-
-    observe_inputs(module, layers, observe, remaining, run, training=True)
-    own = {name: ops.Moments.of_row(accumulation.row[0]) for name, accumulation in found.items()}
+    with attached(module, _NAME, Accumulation, Accumulation) as found:
+        observe_inputs(module, layers, lambda *_: None, remaining, run, training=True)
+    own = {name: Moments.of_row(found[layer].row[0]) for name, layer in layers.items()}
     merged = merged_over_ranks(_NAME, module, own, communicator)
     counts = {name: moments.weight.item() for name, moments in merged.items()}
     if layers and not any(counts.values()):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..groups import ALONE
-from ..options import NO_MASKS, GivenMasks, Options
+from ..options import NO_MASK, GivenMask, Options
 from .exchange import Exchange
 
 # Mean (C), inverse deviation (C) and number of values per channel (int64 scalar) over all ranks.
@@ -34,7 +34,7 @@ class Call(NamedTuple):
     group: Any
     """Ranks that share statistics: a GroupSpec or a process group; :data:`ALONE` in evaluation."""
     layer: nn.Module | None
-    masks: GivenMasks = NO_MASKS
+    mask: GivenMask = NO_MASK
     accumulate: Accumulate | None = None
     """If given, receives the statistics instead of the buffers."""
 
@@ -49,9 +49,9 @@ class Call(NamedTuple):
         return ops.NO_BUFFERS if self.buffers.running_mean is None else self.buffers
 
     @property
-    def has_masks(self) -> bool:
-        """True if there is a mask, lengths, or a function that may return one of them."""
-        return callable(self.masks) or self.masks[0] is not None or self.masks[1] is not None
+    def has_mask(self) -> bool:
+        """True if there is a mask, or a function that may return one."""
+        return callable(self.mask) or self.mask[0] is not None
 
 
 class Masking(NamedTuple):

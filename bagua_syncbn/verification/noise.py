@@ -156,7 +156,7 @@ def _observe(module: nn.Module, batches: Iterable[Any], forward: object, device:
 
     def add(name: str, layer: Any, args: Any, kwargs: Any) -> None:
         input = args[0] if args else kwargs["input"]
-        masked = {"mask", "lengths"} & kwargs.keys() or (isinstance(layer, SyncBatchNorm) and is_masked(layer))
+        masked = "mask" in kwargs or (isinstance(layer, SyncBatchNorm) and is_masked(layer))
         if masked or is_distributed(input):
             raise ValueError(f"module: expected layers without masks or DTensors, got {name!r} with one")
         if input.numel():

@@ -69,12 +69,13 @@ class Case:
         return input.to(self.dtype), residual.to(self.dtype), grad_output.to(self.dtype)
 
     def mask(self, step: int) -> Tensor | None:
-        """Returns the mask or lengths of the whole batch, or None."""
+        """Returns the mask of the whole batch, or None."""
         generator, samples = torch.Generator().manual_seed(200 + step), sum(self.splits)
         if not self.masks:
             return None
         if self.masks == "lengths":
-            return torch.randint(0, self.shape[-1] + 1, (samples,), generator=generator)
+            lengths = torch.randint(0, self.shape[-1] + 1, (samples,), generator=generator)
+            return torch.arange(self.shape[-1]) < lengths.view(-1, *[1] * len(self.shape))
         mask = torch.rand(samples, 1, *self.shape[1:], generator=generator) < 0.5
         if self.masks == "padded rank":
             mask[self.splits[0] :] = False
@@ -186,7 +187,7 @@ WAYS: dict[str, Callable[[Any], Callable[..., Tensor]]] = {
 
 
 def call_of(case: Case, layer: Any) -> Callable[..., Tensor]:
-    """Returns a function of input, residual, and mask or lengths."""
+    """Returns a function of input, residual and mask."""
     way = WAYS[case.way](layer)
     if case.checkpoint:
         way = CHECKPOINTED[case.checkpoint](layer, way)
@@ -195,11 +196,9 @@ def call_of(case: Case, layer: Any) -> Callable[..., Tensor]:
         given: dict[str, Any] = {} if residual is None else {"residual": residual}
         if mask is None:
             return way(input, **given)
-        masks = {"lengths" if case.masks == "lengths" else "mask": mask, "zero_masked": case.zero_masked}
         if case.way not in CLASSES:
-            return way(input, **given, **masks)
-        rule = {"rule": lambda lengths, shape: lengths} if case.masks == "lengths" else {}
-        with bagua_syncbn.masked(layer, **masks, **rule):
+            return way(input, **given, mask=mask, zero_masked=case.zero_masked)
+        with bagua_syncbn.masked(layer, mask, zero_masked=case.zero_masked):
             return way(input, **given)
 
     return call
@@ -254,7 +253,7 @@ def run_rank(case: Case, process_group: Any = None, rank: int | None = None) -> 
         if mask is not None:
             mask = mask[own]
             if case.zero_masked:
-                tensors = [tensor.masked_fill(~positions_of(mask, tensor), torch.nan) for tensor in tensors]
+                tensors = [tensor.masked_fill(~mask, torch.nan) for tensor in tensors]
         leaves = leaves_of(case, tensors)
         output = call(leaves["input"], leaves.get("residual"), mask)
         assert output.dtype == case.dtype
@@ -275,13 +274,6 @@ def run_ranks(cases: Sequence[Case]) -> list[dict[str, Any]]:
     return results
 
 
-def positions_of(mask: Tensor, input: Tensor) -> Tensor:
-    """Returns a mask or lengths as a bool tensor (N, 1, \\*)."""
-    if mask.dtype == torch.bool:
-        return mask
-    return torch.arange(input.size(-1)) < mask.view(-1, *[1] * (input.dim() - 1))
-
-
 FUNCTIONS = {"identity": nn.Identity(), "gelu_tanh": partial(nn.functional.gelu, approximate="tanh")}
 
 
@@ -295,7 +287,7 @@ def run_reference(case: Case) -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = [{"steps": [], "buffers": dict(layer.named_buffers())} for _ in case.splits]
     for step in range(case.steps):
         tensors, mask = [tensor.double() for tensor in case.batch(step)], case.mask(step)
-        valid = torch.ones_like(tensors[0][:, :1], dtype=torch.bool) if mask is None else positions_of(mask, tensors[0])
+        valid = torch.ones_like(tensors[0][:, :1], dtype=torch.bool) if mask is None else mask
         if case.zero_masked:
             tensors = [tensor.where(valid, 0) for tensor in tensors]
         ranks = [

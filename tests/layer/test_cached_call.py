@@ -21,6 +21,7 @@ from benchmarks.one_rank import Twin
 from tests.helpers.fake_packages import DynamicBatchNorm
 
 CHANNELS, SHAPE = 3, (4, 3, 5)
+MASK = torch.arange(5).view(1, 1, 5) < 3
 TENSORS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 
 
@@ -236,7 +237,7 @@ def accumulated(layer, input):
 
 
 def masked(layer, input):
-    with bagua_syncbn.masked(layer, torch.arange(SHAPE[2]) < 3):
+    with bagua_syncbn.masked(layer, MASK):
         return layer(input)
 
 
@@ -251,7 +252,7 @@ AROUND = {
     "fake tensors": after_fake_tensors,
     "accumulated": accumulated,
     "masked": masked,
-    "a mask": lambda layer, input: layer(input, mask=torch.arange(SHAPE[2]) < 3),
+    "a mask": lambda layer, input: layer(input, mask=MASK),
     "a residual": lambda layer, input: layer(input, input),
 }
 

@@ -25,7 +25,7 @@ from benchmarks.one_rank import Twin
 
 NAN = float("nan")
 X = torch.randn(2, 4, 3, 3)
-ONES, MASK = torch.ones(4), torch.ones(3, dtype=torch.bool)
+ONES, MASK = torch.ones(4), torch.ones(1, 1, 1, 3, dtype=torch.bool)
 LAYER, NO_FUNCTION = "SyncBatchNorm2d '1': ", "expected a function .*, or None, got str"
 
 # Tensors in layouts that are not dense, and their descriptions in errors.
@@ -70,7 +70,7 @@ ARGUMENTS = [
     *(
         (TypeError, f"{name}: expected a tensor, got float", {name: 1.5})
         for name in signature(sync_batch_norm).parameters
-        if name.startswith(("input", "running", "weight", "bias", "num_batches", "residual", "mask", "lengths"))
+        if name.startswith(("input", "running", "weight", "bias", "num_batches", "residual", "mask"))
     ),
     (ValueError, "running_mean, running_var: expected both or neither", {"running_mean": ONES}),
     (ValueError, "running_mean, running_var: expected two", {"running_mean": ONES, "running_var": ONES}),
@@ -138,7 +138,7 @@ def test_invalid_calls_raise_before_any_communication():
                 test_invalid_calls_raise_and_change_no_buffer(error, message, call, True)
 
 
-@pytest.mark.parametrize("context", [accumulate_statistics, partial(masked, mask=torch.ones(1, dtype=torch.bool))])
+@pytest.mark.parametrize("context", [accumulate_statistics, partial(masked, mask=MASK)])
 def test_models_without_synchronized_layers_warn(context, recwarn):
     with context(nn.Sequential(SyncBatchNorm(3))):
         assert not recwarn.list

@@ -47,7 +47,7 @@ AROUND = {
 
 
 def _masked(model, input):
-    with bagua_syncbn.masked(model, torch.tensor([True, True, False])):
+    with bagua_syncbn.masked(model, torch.tensor([True, True, False]).view(1, 1, 1, 3)):
         return model(input)
 
 

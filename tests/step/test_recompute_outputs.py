@@ -89,7 +89,7 @@ class Forwards(nn.Module):
         return self.last(output)
 
     def masked(self, input):
-        return self.last(self.bn(input, mask=torch.arange(5) < 3, zero_masked=True))
+        return self.last(self.bn(input, mask=torch.arange(5).view(1, 1, 5) < 3, zero_masked=True))
 
     def other_formulas(self, input):
         output = self.bn(input)
