@@ -23,9 +23,7 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).parent
 CUDA_ARCHS = ["75", "80", "86", "90", "100", "120"]
 # LibTorch's stable ABI as of 2.10 and CPython's as of 3.10: one binary works with these and all later versions.
-# Free-threaded CPython has no stable ABI, so its binary works with a single version.
-LIMITED = not sysconfig.get_config_var("Py_GIL_DISABLED")
-STABLE_ABI = ["-DTORCH_TARGET_VERSION=0x020a000000000000", *["-DPy_LIMITED_API=0x030a0000"] * LIMITED]
+STABLE_ABI = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DPy_LIMITED_API=0x030a0000"]
 # Without fused multiply-adds, all instruction sets compute the same bits.
 CXX_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-psabi"]
 # Without errno, which would turn each square root into a function call. Silences warnings about GCC's intrinsics
@@ -96,13 +94,11 @@ def unmet(name: str, oldest: tuple[int, int], version: str | None) -> list[str]:
 def nvcc_flags() -> list[str]:
     """Returns flags for machine code for ``ARCHS``, and for PTX, which drivers compile for newer GPUs.
 
-    The PTX is for at most 90, so that it covers all newer GPUs. Before CUDA 13, some drivers cannot load libraries that
-    were compressed for size.
+    The PTX is for at most 90, so that it covers all newer GPUs.
     """
     ptx = min(90, int(ARCHS[-1].rstrip("af")))
     codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHS]
-    compressed = [] if re.search(r"release 1[0-2]\.", NVCC_VERSION) else ["-compress-mode=size"]
-    return [*NVCC_FLAGS, *codes, f"-gencode=arch=compute_{ptx},code=compute_{ptx}", *compressed]
+    return [*NVCC_FLAGS, *codes, f"-gencode=arch=compute_{ptx},code=compute_{ptx}"]
 
 
 class BuildKernels(build_ext):
@@ -154,7 +150,9 @@ ARCHS = choose_archs() if NVCC else []
 elsewhere = FORCED == "cuda" or os.environ.get("BAGUA_SYNCBN_CUDA_ARCHS", "native") not in ("", "native")
 usable = version.get("cuda") or (elsewhere and not version.get("hip"))
 # Other systems need different flags, and often do not have the compiler that torch was built with.
-for_cpu = [*unmet("torch", (2, 10), version.get("__version__")), *["compiler"] * (not CXX)] if LINUX else ["Linux"]
+needs = *unmet("torch", (2, 10), version.get("__version__")), *["compiler"] * (not CXX)
+# Free-threaded CPython has no stable ABI.
+for_cpu = [*needs, *["Python with the GIL"] * bool(sysconfig.get_config_var("Py_GIL_DISABLED"))] if LINUX else ["Linux"]
 for_cuda = ["torch for CUDA"] * (not usable) + unmet("nvcc", (12, 4), NVCC_VERSION) + ["GPU"] * bool(NVCC and not ARCHS)
 LACKS = {"python": [], "cpu": for_cpu, "cuda": for_cpu + for_cuda}
 if FORCED not in (None, *LACKS):
@@ -181,7 +179,7 @@ patterns += ["csrc/cuda/*.cu", "csrc/cuda/torch/*.cpp"] if KIND == "cuda" else [
 paths = [path for pattern in patterns for path in sorted(ROOT.glob(pattern)) if path.name != "check.cu"]  # a program
 sources = [str(path.relative_to(ROOT)) for path in paths]
 setup(
-    ext_modules=[Extension("bagua_syncbn._C", sources, py_limited_api=LIMITED)] if sources else [],
+    ext_modules=[Extension("bagua_syncbn._C", sources, py_limited_api=True)] if sources else [],
     cmdclass={"build_ext": BuildKernels, "build_py": BuildPackage},
-    options={"bdist_wheel": {"py_limited_api": "cp310"}} if sources and LIMITED else {},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}} if sources else {},
 )

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from .communicators import bagua, shared
-from .cuda import EXPERIMENTAL, check_kernels_on, cuda_kernels
+from .cuda import EXPERIMENTAL, check_kernels, cuda_kernels
 from .ops import DTYPES, KERNELS
 from .version import __version__
 
@@ -21,8 +21,8 @@ def collect_info() -> dict[str, Any]:
     """Compares native CUDA kernels with plain torch, and returns what to print."""
     devices = range(torch.cuda.device_count())
     for index, dtype in product(devices, DTYPES):
-        check_kernels_on(torch.device("cuda", index), dtype)
-    cuda = [f"cuda:{index}: {cuda_kernels(index)}" for index in devices]
+        check_kernels(torch.empty(0, dtype=dtype, device=f"cuda:{index}"))
+    cuda = [f"cuda:{index}: {cuda_kernels()}" for index in devices]
     build_info = Path(__file__).with_name("build_info.json")  # written by setup.py
     problem, has_backends = shared.problem(), dist.is_available()
     return {

@@ -11,14 +11,12 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from .registry import Registry
-from .threads import this_thread
 from .torch_internals.autograd import NO_ERRORS
 
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
 
 _NO_MEMORY = re.compile(r"memory: expected (\d+) values of (\d) bytes on (\S+), got none")  # csrc/allocate.h
-_FAILED = re.compile(r"bagua_syncbn_fallback::\w+: expected success")  # csrc/cuda/torch/register.cpp
 
 error_handlers: Registry[Callable[[Any, Any, Exception], None]] = Registry()
 """Called with the process group, the layer or model, and the error."""
@@ -73,13 +71,10 @@ def notifies_peers(
 
 
 def raise_torchs(error: Exception) -> None:
-    """Raises torch's error instead of ``error`` if a kernel ran out of memory or ATen's kernels failed.
+    """Raises torch's error instead of ``error`` if a kernel ran out of memory.
 
     The allocation is repeated. If it succeeds, the error has torch's class for the device.
     """
-    failure, this_thread.fallback_error = this_thread.fallback_error, None
-    if failure is not None and _FAILED.match(str(error)):
-        raise failure from None
     found = _NO_MEMORY.match(str(error))
     if found is None:
         return

@@ -21,9 +21,6 @@ class _Thread(threading.local):
     holds_buffers = False
     """True while this thread recomputes a forward, whose first run already updated the buffers."""
 
-    fallback_error: BaseException | None = None
-    """Last error of an op of ``bagua_syncbn_fallback``. The stable ABI propagates only the text."""
-
     @property
     def has_hooks(self) -> bool:
         return self.prepare is not None or self.see_output is not None

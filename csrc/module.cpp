@@ -20,12 +20,6 @@ PyObject* hold_buffers(PyObject* const* arguments) {
 }
 
 #if defined(BAGUA_SYNCBN_CUDA)
-// (device): makes ops on this device (-1: all devices) call bagua_syncbn_fallback's ops.
-PyObject* turn_off_cuda(PyObject* const* arguments) {
-  bagua_syncbn::cuda::turn_off(static_cast<int32_t>(bagua_syncbn::integer_of(arguments[0])));
-  Py_RETURN_NONE;
-}
-
 // (device): returns the device's Support.
 PyObject* cuda_support(PyObject* const* arguments) {
   const auto device = static_cast<int32_t>(bagua_syncbn::integer_of(arguments[0]));
@@ -34,9 +28,10 @@ PyObject* cuda_support(PyObject* const* arguments) {
 #endif
 
 PyMethodDef methods[] = {
-    BAGUA_SYNCBN_METHOD(cpu_capability, 0), BAGUA_SYNCBN_METHOD(hold_buffers, 1),
+    BAGUA_SYNCBN_METHOD(cpu_capability, 0),
+    BAGUA_SYNCBN_METHOD(hold_buffers, 1),
 #if defined(BAGUA_SYNCBN_CUDA)
-    BAGUA_SYNCBN_METHOD(turn_off_cuda, 1),  BAGUA_SYNCBN_METHOD(cuda_support, 1),
+    BAGUA_SYNCBN_METHOD(cuda_support, 1),
 #endif
     {nullptr, nullptr, 0, nullptr},
 };

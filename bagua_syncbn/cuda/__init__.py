@@ -2,10 +2,9 @@
 
 from ..functional import first_call_checks
 from ..step.call import Call
-from .comparison import check_kernels, check_kernels_on
-from .fallback import EXPERIMENTAL, cuda_kernels
+from .selection import EXPERIMENTAL, check_kernels, cuda_kernels
 
-__all__ = ["EXPERIMENTAL", "check_kernels_on", "cuda_kernels"]
+__all__ = ["EXPERIMENTAL", "check_kernels", "cuda_kernels"]
 
 
 @first_call_checks.register

@@ -14,24 +14,22 @@ WANTED = os.environ.get("BAGUA_SYNCBN_KERNELS", "native")
 """``"native"``, ``"aten"`` for ATen's kernels instead of native ones on CUDA, or ``"reference"`` for plain torch."""
 
 
-def _load() -> tuple[str, bool]:
+def _load() -> str:
     if WANTED not in ("native", "aten", "reference"):
         raise ImportError(f'BAGUA_SYNCBN_KERNELS: expected "native", "aten" or "reference", got {WANTED!r}')
     capability = os.environ.get("BAGUA_SYNCBN_CPU_CAPABILITY", "baseline")
     if capability not in ("avx512", "avx2", "baseline"):
         raise ImportError(f'BAGUA_SYNCBN_CPU_CAPABILITY: expected "avx512", "avx2" or "baseline", got {capability!r}')
     if WANTED == "reference":
-        return "reference", False
+        return "reference"
     # Searches only this folder: an editable installation of a different checkout would return that library.
     folder = Path(__file__).parents[1]
     if PathFinder.find_spec(_LIBRARY, [str(folder)]) is None:
         _warn_without_library(folder)
-        return "reference", False
+        return "reference"
     library = import_module(_LIBRARY)
-    has_cuda = hasattr(library, "cuda_support")
-    if has_cuda and WANTED == "aten":
-        library.turn_off_cuda(-1)
-    return f"native, cpu: {library.cpu_capability()}{', cuda' if has_cuda and WANTED == 'native' else ''}", has_cuda
+    uses_cuda = WANTED == "native" and hasattr(library, "cuda_support")
+    return f"native, cpu: {library.cpu_capability()}{', cuda' * uses_cuda}"
 
 
 def _warn_without_library(folder: Path) -> None:
@@ -53,7 +51,7 @@ def _warn_without_library(folder: Path) -> None:
     )
 
 
-KERNELS, LIBRARY_HAS_CUDA = _load()
+KERNELS = _load()
 """Kernels that compute the ops: ``"reference"``; or ``"native, cpu: "`` and the instruction set, followed by
 ``", cuda"`` if the library has CUDA kernels and ``WANTED`` is ``"native"``."""
 

@@ -23,43 +23,56 @@ __device__ __forceinline__ V add_lanes(V value) {
   return __shfl_sync(kAllLanes, value, 0);
 }
 
-// All ranks' gathered rows. All lanes of a warp construct it and merge together.
+// The ranks' rows, or with `is_sum` their sums in double. All lanes of a warp construct it and merge together.
 template <typename A>
 class Ranks {
   const A* rows;
+  const double* sums;  // null for rows
   int64_t channels, header_size, row_size;
   int number;
-  double inverse;  // 1 / total; NaN if a row is invalid
+  double inverse;  // 1 / total; NaN if a message is invalid
 
  public:
-  bool valid;         // whether all rows are valid
-  int64_t total = 0;  // values per channel; 0 if a row is invalid
+  bool valid;         // whether all messages are valid
+  int64_t total = 0;  // values per channel; 0 if a message is invalid
 
   __device__ __forceinline__ explicit Ranks(const GatherArguments& arguments)
       : rows(static_cast<const A*>(arguments.gathered)),
+        sums(arguments.is_sum ? static_cast<const double*>(arguments.gathered) : nullptr),
         channels(arguments.channels),
         header_size(arguments.header_size),
         row_size(row_size_of(channels, header_size)),
         number(static_cast<int>(arguments.ranks)) {
-    int wrong = 0;
-    for (int rank = thread_index() % kWarp; rank < number; rank += kWarp) {
-      const bool right = fault_of(rows + rank * row_size, rows, channels, header_size) == Fault::kNone;
-      total += right ? count(rank) : 0;
-      wrong += !right;
+    if (sums != nullptr) {
+      valid = fault_of_sums(sums, channels, number, 0).kind == Fault::kNone;
+      total = valid ? static_cast<int64_t>(sums[2 * channels]) : 0;
+    } else {
+      int wrong = 0;
+      for (int rank = thread_index() % kWarp; rank < number; rank += kWarp) {
+        const bool right = fault_of(rows + rank * row_size, rows, channels, header_size) == Fault::kNone;
+        total += right ? count(rank) : 0;
+        wrong += !right;
+      }
+      valid = add_lanes(wrong) == 0;
+      total = add_lanes(total) * valid;
     }
-    valid = add_lanes(wrong) == 0;
-    total = add_lanes(total) * valid;
     inverse = valid ? 1 / static_cast<double>(max(total, int64_t(1))) : static_cast<double>(NAN);
   }
 
   __device__ __forceinline__ int64_t count(int rank) const { return unpack_count(rows + rank * row_size, channels); }
 
   __device__ __forceinline__ void record(const GatherArguments& arguments) const {
-    record_fault(arguments.fault, find_fault(rows, number, channels, header_size), rows, channels, header_size);
+    const Fault fault =
+        sums != nullptr ? Fault{Fault::kSum, arguments.call} : find_fault(rows, number, channels, header_size);
+    record_fault(arguments.fault, fault, rows, channels, header_size);
   }
 
   // Sets mean and variance of channel `c`, if it exists.
   __device__ __forceinline__ void merge(int64_t c, double& mean, double& var) const {
+    if (sums != nullptr) {
+      if (c < channels) unpack_moments(sums, channels, c, inverse, mean, var);
+      return;
+    }
     each(c, [&](double share, double rank_mean, double rank_var) {
       mean += share * rank_mean;
       var += share * rank_var;
@@ -90,32 +103,6 @@ class Ranks {
   }
 };
 
-// Sums over all ranks, in double.
-class SumOfRanks {
-  const double* sums;
-  int64_t channels;
-  double inverse;
-
- public:
-  bool valid;
-  int64_t total;
-
-  __device__ __forceinline__ explicit SumOfRanks(const GatherArguments& arguments)
-      : sums(static_cast<const double*>(arguments.gathered)), channels(arguments.channels) {
-    valid = fault_of_sums(sums, channels, arguments.ranks, 0).kind == Fault::kNone;
-    total = valid ? static_cast<int64_t>(sums[2 * channels]) : 0;
-    inverse = valid ? 1 / static_cast<double>(max(total, int64_t(1))) : static_cast<double>(NAN);
-  }
-
-  __device__ __forceinline__ void record(const GatherArguments& arguments) const {
-    record_fault<double>(arguments.fault, {Fault::kSum, arguments.call}, nullptr, 0, 0);
-  }
-
-  __device__ __forceinline__ void merge(int64_t c, double& mean, double& var) const {
-    if (c < channels) unpack_moments(sums, channels, c, inverse, mean, var);
-  }
-};
-
 // running += momentum * (value - running), in double. `old` is the loaded value of `running`.
 __device__ void update_running(const MutablePerChannel& running, int64_t c, const ChannelValue& old, double value,
                                double momentum) {
@@ -128,10 +115,10 @@ __device__ void update_running(const MutablePerChannel& running, int64_t c, cons
 enum class Phase { kAll, kMerge, kUpdate };
 
 // `found` passes values from kMerge to kUpdate: 1 for each block with finite statistics, then the momentum.
-template <typename A, typename Source>
+template <typename A>
 __global__ void __launch_bounds__(kThreads, 2)
     merge_ranks(const GatherArguments arguments, Phase phase, double* found) {
-  const Source ranks(arguments);
+  const Ranks<A> ranks(arguments);
   const int64_t c = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   const bool first = c == 0, exists = c < arguments.channels, tracks = exists && arguments.running_mean.data != nullptr;
   ChannelValue old_mean, old_var;
@@ -180,18 +167,14 @@ void gather_stats(const GatherArguments& arguments, Device& device) {
   const int threads = one_block ? kThreads : kFewThreads;
   const int64_t blocks = std::max<int64_t>(1, ceil_div(arguments.channels, threads));
   double* const found = two_launches ? device.allocate(blocks + 1) : nullptr;
-  const auto start = [&](auto merge) {
+  dispatch(arguments.accumulate, [&](auto value) {
     const auto run = [&](Phase phase) {
-      merge.launch({blocks, 1}, {threads, 1}, device.stream, arguments, phase, found);
+      using Merge = Kernel<merge_ranks<Accumulate<decltype(value)>>>;
+      Merge::launch({blocks, 1}, {threads, 1}, device.stream, arguments, phase, found);
     };
     if (!two_launches) return run(Phase::kAll);
     run(Phase::kMerge);
     run(Phase::kUpdate);
-  };
-  if (arguments.is_sum) return start(Kernel<merge_ranks<float, SumOfRanks>>());
-  dispatch(arguments.accumulate, [&](auto value) {
-    using A = Accumulate<decltype(value)>;
-    start(Kernel<merge_ranks<A, Ranks<A>>>());
   });
 }
 

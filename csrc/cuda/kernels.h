@@ -18,10 +18,8 @@ void set_device(int32_t device);
 
 // Whether the kernels run on a device. kOldDriver: the driver is older than the library's CUDA runtime. kNoImage: the
 // library has no machine code for the device, and no PTX that the driver can compile for it.
-enum class Support : int32_t { kRuns, kOldDriver, kNoImage, kTurnedOff };
+enum class Support : int32_t { kRuns, kOldDriver, kNoImage };
 Support support_of(int32_t device);
-// Switches to ATen's kernels on `device`; -1: on all devices.
-void turn_off(int32_t device);
 
 // Makes `device` current and loads all kernels.
 Support load_kernels(int32_t device);

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bagua_syncbn import SyncBatchNorm1d, ops
-from bagua_syncbn.cuda import aten, comparison
+from bagua_syncbn.cuda import aten, comparison, selection
 from bagua_syncbn.ops import activation_of
 from tests.helpers.cases import laid_out
 from tests.helpers.comparison import OnDevice, OpCase, check, check_last_of_many, check_merge
@@ -40,15 +40,15 @@ def test_kernels_agree_with_plain_torch_on_this_device(dtype):
 DISAGREE = """
 import torch
 from bagua_syncbn import sync_batch_norm
-from bagua_syncbn.cuda import comparison
-find_difference = comparison.find_difference
+from bagua_syncbn.cuda import selection
+find_difference = selection.find_difference
 
 class Wrong:
     def __getattr__(self, name):
         op = getattr(torch.ops.bagua_syncbn, name)
         return (lambda *arguments: -op(*arguments)) if name == "batch_norm_elemt" else op
 
-comparison.find_difference = lambda native, *where: find_difference(Wrong(), *where)
+selection.find_difference = lambda native, *where: find_difference(Wrong(), *where)
 x = torch.randn(8, 4, 9, 9)
 options = {"activation": "silu", "mask": x[:, :1] > 0}
 expected = sync_batch_norm(x, None, None, **options)
@@ -62,7 +62,7 @@ def test_wrong_kernels_are_replaced_by_atens(tmp_path):
     command = [sys.executable, "-c", DISAGREE]
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    said = "uses ATen's kernels on cuda:0: on .*, batch_norm_elemt for torch.float32 differs"
+    said = "uses ATen's kernels on CUDA: on .*, batch_norm_elemt for torch.float32 differs"
     assert re.search(f"RuntimeWarning: .*{said}", run.stderr)
 
 
@@ -151,7 +151,7 @@ def check_all(results, expected):
 
 
 def test_a_first_call_in_a_capture_is_refused(monkeypatch):
-    monkeypatch.setattr(comparison, "_checked", set())
+    monkeypatch.setattr(selection, "_checked", set())
     layer, input = SyncBatchNorm1d(3).cuda(), torch.randn(8, 3).cuda()
     with pytest.raises(RuntimeError, match="while a graph is captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         layer(input)

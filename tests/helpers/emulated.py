@@ -99,7 +99,6 @@ class Library(NamedTuple):
 
     Attributes:
         ops: torch.ops.bagua_syncbn_emulated, by name.
-        emulate_support: sets the result of ``_C.cuda_support``.
         count_kernels: returns the number of kernels.
         launches: returns the names of the kernels launched since its last call, followed by " in parts" if several
             blocks share a channel.
@@ -107,7 +106,6 @@ class Library(NamedTuple):
     """
 
     ops: SimpleNamespace
-    emulate_support: Callable[[int], None]
     count_kernels: Callable[[], int]
     launches: Callable[[], list[str]]
     definitions: torch.library.Library
@@ -119,8 +117,6 @@ def load_library(path: Path) -> Library:
         definitions.define(schema)
     torch.ops.load_library(path)
     library = ctypes.CDLL(str(path))
-    library.emulate_support.argtypes = (ctypes.c_int32,)
-    library.emulate_support.restype = None
     library.forget_launches.restype = ctypes.c_char_p
     ops = SimpleNamespace(**{name: getattr(torch.ops.bagua_syncbn_emulated, name).default for name in SCHEMAS})
 
@@ -129,4 +125,4 @@ def load_library(path: Path) -> Library:
         names = [re.sub(r".*kKernel\)[^=]*= ([^;]*);.*\]", r"\1", line) for line in lines]
         return [re.sub(r"bagua_syncbn::cuda::|{anonymous}::|\(anonymous namespace\)::", "", name) for name in names]
 
-    return Library(ops, library.emulate_support, library.count_kernels, launches, definitions)
+    return Library(ops, library.count_kernels, launches, definitions)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bagua_syncbn import ops
-from bagua_syncbn.cuda import aten, fallback
+from bagua_syncbn.cuda import aten, selection
 from bagua_syncbn.ops import native, reference
 from bagua_syncbn.ops.definition import SCHEMAS
 from tests.helpers.aten_functions import ATEN
@@ -62,17 +62,20 @@ def test_no_kernel_reads_beyond_tensors_of_the_wrong_size(called):
     assert called == []
 
 
-@pytest.mark.skipif(native.LIBRARY_HAS_CUDA or native.WANTED != "native", reason="needs a library without CUDA kernels")
-@pytest.mark.parametrize("hip", [None, "6.4"])
-def test_the_first_cuda_call_without_cuda_kernels_says_what_to_install(called, monkeypatch, recwarn, hip):
-    monkeypatch.setattr(fallback, "_warned", set())
-    monkeypatch.setattr(torch.version, "hip", hip)
+@pytest.mark.skipif(selection.HAS_NATIVE or native.WANTED != "native", reason="needs a library without CUDA kernels")
+@pytest.mark.parametrize("can_be_native", [True, False])
+def test_the_first_cuda_call_without_cuda_kernels_says_what_to_install(called, monkeypatch, recwarn, can_be_native):
+    monkeypatch.setattr(selection, "_checked", set())
+    monkeypatch.setattr(selection._State, "warned", False)
+    monkeypatch.setattr(selection, "_CAN_BE_NATIVE", can_be_native)
     cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
-    for _ in range(2):
-        torch.ops.bagua_syncbn.batch_norm_stats.default.redispatch(cuda, torch.randn(2, 3, 4))
+    for dtype in (torch.float32, torch.float64):
+        input = torch.randn(2, 3, 4, dtype=dtype)
+        assert selection.check_kernels(input)
+        torch.ops.bagua_syncbn.batch_norm_stats.default.redispatch(cuda, input)
     assert called == 2 * ["batch_norm_update_stats"]
     messages = [str(each.message) for each in recwarn]
-    assert len(messages) == (hip is None)  # kernels cannot be built for ROCm
+    assert len(messages) == can_be_native
     assert all("no CUDA kernels. Build them with nvcc 12.4 or later: BAGUA_SYNCBN_BUILD=cuda" in m for m in messages)
 
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from bagua_syncbn import SyncBatchNorm1d
-from bagua_syncbn.cuda import comparison, fallback
+from bagua_syncbn.cuda import comparison, selection
 from bagua_syncbn.ops import activations, reference
 from bagua_syncbn.ops.definition import SCHEMAS
-from tests.helpers.aten_functions import ATEN
 from tests.helpers.tolerances import DTYPES
 
 CPU = torch.device("cpu")
@@ -41,20 +40,16 @@ def ops_by(name, function):
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Returns the list of devices whose kernels were turned off. The CPU is treated as device 0."""
-    turned_off = []
-    library = SimpleNamespace(cuda_support=lambda device: 0, turn_off_cuda=turned_off.append)
-    for module in (comparison, fallback):
-        monkeypatch.setattr(module, "HAS_NATIVE", True)
-    monkeypatch.setattr(fallback, "_turned_off", {})
-    monkeypatch.setattr(fallback, "_warned", set())
-    monkeypatch.setattr(fallback, "WANTED", "native")
-    monkeypatch.setattr(fallback, "import_module", lambda name: library)
-    monkeypatch.setattr(comparison, "_checked", set())
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "H100")
-    for name, function in ATEN.items():
-        monkeypatch.setattr(torch, name, function)
-    return turned_off
+    """Returns the list of ops replaced by ATen's. The CPU is treated as a CUDA device."""
+    replaced = []
+    monkeypatch.setattr(selection, "HAS_NATIVE", True)
+    monkeypatch.setattr(selection, "WANTED", "native")
+    monkeypatch.setattr(selection, "_State", SimpleNamespace(problem=None, warned=False))
+    monkeypatch.setattr(selection, "import_module", lambda name: SimpleNamespace(cuda_support=lambda device: 0))
+    monkeypatch.setattr(selection, "library", SimpleNamespace(impl=lambda name, *rest: replaced.append(name)))
+    monkeypatch.setattr(selection, "_checked", set())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
+    return replaced
 
 
 @pytest.mark.parametrize("implementation", ["here", "emulated"], indirect=True)
@@ -74,7 +69,7 @@ def test_every_kernel_is_compared_in_one_part_and_in_several(emulated, library):
         launched = set(library.launches())
         kernels = {name.removesuffix(" in parts") for name in launched}
         undivided = {name for name in kernels if name.startswith("merge_")}
-        assert len(undivided) == (3 if dtype == torch.float64 else 4)  # float64 statistics are never summed over ranks
+        assert len(undivided) == 3
         assert launched == kernels | {f"{name} in parts" for name in kernels - undivided}
         everything |= kernels
     assert len(everything) == library.count_kernels() > 100
@@ -205,47 +200,61 @@ def test_zeros_are_compared_without_a_relative_tolerance(kernels, monkeypatch):
     assert "differs from float64 by 1e-30, where values reach 0" in comparison.find_difference(tiny, CPU, torch.float32)
 
 
+def check_transformed(rows):
+    """Checks the kernels in a call under a transform of ``torch.func``."""
+    results = []
+    torch.func.vmap(lambda row: (results.append(selection.check_kernels(row)), row)[1])(rows)
+    return results == [True]
+
+
 def test_kernels_are_compared_once_per_dtype_and_stay_if_right(kernels, caplog):
+    ones = torch.ones(2, 3)
+    assert not check_transformed(ones)
     with caplog.at_level(logging.INFO, "bagua_syncbn"):
         for dtype in (torch.float32, torch.float32, torch.float16):
-            comparison.check_kernels(torch.ones(2, 3, dtype=dtype))
+            selection.check_kernels(ones.to(dtype))
+    assert check_transformed(ones)
     assert kernels == []
     for message, dtype in zip(caplog.messages, ("float32", "float16"), strict=True):
-        assert message.startswith(
-            f"kernels on cuda:0, compared with plain torch for torch.{dtype}: native, experimental"
-        )
+        assert message.startswith(f"kernels on cpu, compared with plain torch for torch.{dtype}: native, experimental")
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    (torch.neg, "batch_norm_elemt for torch.float32 differs from float64 by"),
-    (fail, "batch_norm_elemt for torch.float32 fails: CUDA: expected success, got too many resources"),
+@pytest.mark.parametrize(("support", "change", "problem"), [
+    (0, torch.neg, "on H100, batch_norm_elemt for torch.float32 differs from float64 by"),
+    (0, fail, "on H100, batch_norm_elemt for torch.float32 fails: CUDA: expected success, got too many resources"),
+    (1, fail, "the CUDA kernels of this installation need a newer NVIDIA driver"),
+    (2, fail, "the CUDA kernels of this installation were built for other GPUs. Build for this one: BAGUA_SYNCBN_CUDA"),
 ])  # fmt: skip
-def test_wrong_or_failing_kernels_are_replaced_by_atens_with_a_warning(kernels, monkeypatch, caplog, change, said):
+def test_kernels_that_are_wrong_or_do_not_run_are_replaced_by_atens_with_one_warning(
+    kernels, monkeypatch, caplog, recwarn, support, change, problem
+):
     monkeypatch.setattr(torch.ops, "bagua_syncbn", ops_with("batch_norm_elemt", change))
+    monkeypatch.setattr(selection, "import_module", lambda name: SimpleNamespace(cuda_support=lambda device: support))
+    ones = torch.ones(2, 3)
     with caplog.at_level(logging.INFO, "bagua_syncbn"):
-        comparison.check_kernels(torch.ones(2, 3))
-    assert kernels == [0]
-    assert f"ATen, because on H100, {said}" in caplog.text
-    with pytest.warns(RuntimeWarning, match=f"uses ATen's kernels on cpu: on H100, {said}"):
-        torch.ops.bagua_syncbn_fallback.batch_norm_stats(torch.ones(2, 3))
-    comparison.check_kernels(torch.ones(2, 3, dtype=torch.float64))  # ATen's kernels are not compared
-    assert kernels == [0]
+        assert check_transformed(ones) == (support > 0)
+        for dtype in DTYPES:
+            assert selection.check_kernels(ones.to(dtype))
+    (warning,) = recwarn
+    assert str(warning.message).startswith(f"bagua_syncbn uses ATen's kernels on CUDA: {problem}")
+    assert kernels == OPS
+    assert f"ATen, because {problem}" in caplog.text
 
 
 def test_a_first_call_in_a_capture_is_refused_if_kernels_need_a_comparison(kernels, monkeypatch):
-    monkeypatch.setattr(comparison, "is_capturing", lambda: True)
+    monkeypatch.setattr(selection, "is_capturing", lambda: True)
     half = torch.ones(2, 3).half()
     with pytest.raises(
         RuntimeError, match=r"the first call with torch.float16 on cpu compares kernels, which is impossible while"
     ):
-        comparison.check_kernels(half)
-    assert not comparison.check_kernels(half.as_subclass(torch.nn.Parameter))
+        selection.check_kernels(half)
+    assert not selection.check_kernels(half.as_subclass(torch.nn.Parameter))
     with monkeypatch.context() as eager:
-        eager.setattr(comparison, "is_capturing", lambda: False)
-        assert comparison.check_kernels(half)
-    assert comparison.check_kernels(half)
-    monkeypatch.setattr(comparison, "HAS_NATIVE", False)
-    assert not comparison.check_kernels(torch.ones(2, 3))
+        eager.setattr(selection, "is_capturing", lambda: False)
+        assert selection.check_kernels(half)
+    assert selection.check_kernels(half)
+    monkeypatch.setattr(selection._State, "problem", "ATen's kernels need no comparison")
+    assert selection.check_kernels(torch.ones(2, 3))
 
 
 def test_running_out_of_memory_does_not_turn_kernels_off(kernels, monkeypatch):
@@ -255,11 +264,11 @@ def test_running_out_of_memory_does_not_turn_kernels_off(kernels, monkeypatch):
     with monkeypatch.context() as full:
         full.setattr(torch.ops, "bagua_syncbn", ops_with("batch_norm_elemt", refuse))
         with pytest.raises(RuntimeError, match=f"you tried to allocate {2**48} bytes"):
-            comparison.check_kernels(torch.ones(2, 3))
+            selection.check_kernels(torch.ones(2, 3))
     assert kernels == []
     monkeypatch.setattr(torch.ops, "bagua_syncbn", ops_with("batch_norm_elemt", torch.neg))
-    comparison.check_kernels(torch.ones(2, 3))  # compares them now
-    assert kernels == [0]
+    selection.check_kernels(torch.ones(2, 3))  # compares them now
+    assert kernels == OPS
 
 
 @pytest.mark.parametrize("where", ["the kernel", "plain torch"])
@@ -275,7 +284,8 @@ def test_a_broken_device_raises_instead_of_turning_kernels_off(kernels, monkeypa
         broken.append(True)
         wait(None)
 
-    monkeypatch.setattr(comparison, "_wait_for", wait)
+    for module in (comparison, selection):
+        monkeypatch.setattr(module, "wait_for", wait)
     wrong = ops_with("batch_norm_elemt", break_)
     if where == "the kernel":
         monkeypatch.setattr(torch.ops, "bagua_syncbn", wrong)
@@ -283,10 +293,10 @@ def test_a_broken_device_raises_instead_of_turning_kernels_off(kernels, monkeypa
         monkeypatch.setattr(comparison, "reference", wrong)
     message = "comparing the CUDA kernels .* with plain torch for torch.float32 failed on cpu, which may .*: CUDA"
     with pytest.raises(RuntimeError, match=rf"{message}.*BAGUA_SYNCBN_KERNELS=aten"):
-        comparison.check_kernels(torch.ones(2, 3))
+        selection.check_kernels(torch.ones(2, 3))
     assert kernels == []
     with pytest.raises(RuntimeError, match=r"^CUDA error"):  # an earlier failure from other code
-        comparison.check_kernels(torch.ones(2, 3))
+        selection.check_kernels(torch.ones(2, 3))
 
 
 def test_the_comparison_ignores_the_callers_modes_and_random_state(kernels):

@@ -12,12 +12,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bagua_syncbn.cuda import fallback
-from bagua_syncbn.errors import raise_torchs
 from bagua_syncbn.ops import reference
-from tests.helpers.aten_functions import ATEN
 from tests.helpers.cases import laid_out
-from tests.helpers.comparison import OpCase, check, check_merge
 from tests.helpers.tolerances import DTYPES
 
 SPLIT = (1, 1, 40000)  # a shape whose reductions are split
@@ -182,44 +178,3 @@ def test_an_op_launches_one_kernel_and_a_second_one_to_merge_parts(emulated, lib
             is_split = first.endswith(" in parts") and first.startswith(("stats_", "backward_reduce_"))
             assert is_split == (op in reductions and shape != (4, 3, 8, 8))
             assert [name.split("<")[0] for name in others] == ([reductions[op]] if is_split else [])
-
-
-@pytest.mark.parametrize(("support", "message"), [
-    (1, "need a newer NVIDIA driver"),
-    (2, "were built for other GPUs. Build for this one: BAGUA_SYNCBN_CUDA_ARCHS"),
-], ids=["old driver", "no machine code"])  # fmt: skip
-def test_unsupported_devices_use_atens_kernels_and_warn_once(emulated, library, monkeypatch, support, message):
-    monkeypatch.setattr(fallback, "cuda_problem", lambda device: fallback.PROBLEMS[support])
-    monkeypatch.setattr(fallback, "_warned", set())
-    for name, function in ATEN.items():
-        monkeypatch.setattr(torch, name, function)
-    input = torch.randn(SPLIT).half()
-    library.emulate_support(support)
-    try:
-        with pytest.warns(RuntimeWarning, match=message):
-            emulated.batch_norm_stats(input)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            check_merge(emulated, (4, 3), 5, torch.float32, torch.float32, None)
-            check(emulated, OpCase(SPLIT), torch.float16)
-        assert aten_calls(emulated.batch_norm_stats, input) != []
-    finally:
-        library.emulate_support(0)
-    assert aten_calls(emulated.batch_norm_stats, input) == []
-
-
-def test_errors_in_atens_kernels_keep_class_and_text(emulated, library, monkeypatch):
-    def refuse(*arguments):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-    monkeypatch.setattr(fallback, "_warned", {None})
-    monkeypatch.setattr(torch, "batch_norm_update_stats", refuse)
-    library.emulate_support(1)
-    try:
-        with pytest.raises(RuntimeError, match=r"^bagua_syncbn_fallback::batch_norm_stats: expected success") as raised:
-            emulated.batch_norm_stats(torch.randn(2, 3, 4))
-    finally:
-        library.emulate_support(0)
-    with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory. Tried to allocate 2.00 GiB$"):
-        raise_torchs(raised.value)
-    raise_torchs(raised.value)  # the error is not raised twice

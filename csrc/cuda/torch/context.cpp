@@ -25,28 +25,24 @@ std::atomic<int32_t> supports[kDevices];
 
 }  // namespace
 
-void turn_off(int32_t device) {
-  for (int32_t each = 0; each < kDevices; ++each) {
-    if (device == -1 || device == each) supports[each].store(static_cast<int32_t>(Support::kTurnedOff) + 1);
-  }
-}
-
 Support support_of(int32_t device) {
   check(device >= 0 && device < kDevices, "device", "an index from 0 to 127", device);
   int32_t known = supports[device].load(std::memory_order_relaxed);
   if (known == 0) {
     // torch's guard restores the device of the thread, and creates no context if there was none.
     const torch::stable::accelerator::DeviceGuard guard(device);
-    const int32_t found = static_cast<int32_t>(load_kernels(device)) + 1;
-    if (supports[device].compare_exchange_strong(known, found)) known = found;  // else, another thread was first
+    known = static_cast<int32_t>(load_kernels(device)) + 1;
+    supports[device].store(known);
   }
   return static_cast<Support>(known - 1);
 }
 
 Context::Context(const Tensor& input) : input_(input), guard_(input.get_device_index()) {
   static const StreamGetter getter = find_stream_getter();
-  check(getter != nullptr, "input", "a torch with CUDA", "one without");
   const int32_t device = input.get_device_index();
+  // Eager calls switch to ATen's kernels before this raises: bagua_syncbn/cuda/selection.py.
+  check(getter != nullptr && support_of(device) == Support::kRuns, "input",
+        "a GPU and a driver that run these kernels (an eager first call selects others)", device_name(input));
   set_device(device);
   void* current = nullptr;
   check(getter(device, &current) == 0, "input", "it on a device with a current stream", device);
