@@ -132,9 +132,6 @@ class BuildPackage(build_py):
         super().run()
         package = Path(ROOT if self.editable_mode else self.build_lib, "bagua_syncbn")
         package.joinpath("build_info.json").write_text(json.dumps(INFO, indent=2) + "\n")
-        if self.editable_mode and KIND == "python":  # a library from an earlier build would still be loaded
-            for library in package.glob("_C.*.so"):
-                library.unlink()
 
 
 LINUX, FORCED = sys.platform == "linux", os.environ.get("BAGUA_SYNCBN_BUILD")

@@ -38,8 +38,7 @@ from .verification import measure_batch_noise, verify_synchronization
 from .version import __version__
 from .with_bagua import with_bagua
 
-# Groups and exchanges read and write their state under the GIL. Importing the native library turns it on in a
-# free-threaded Python, unless PYTHON_GIL=0.
+# Groups and exchanges read and write their state under the GIL.
 if not getattr(_sys, "_is_gil_enabled", lambda: True)():
     raise ImportError("bagua_syncbn needs the GIL, which this Python runs without; set PYTHON_GIL=1")
 

@@ -30,8 +30,6 @@ struct Traits {
   static constexpr int kSlots = (kWidth == 1 ? 2 : 1) * kBatch / (kOneInput ? 1 : 2);
   // With activations, the loop over slots is not unrolled; otherwise, one kernel spills registers.
   static constexpr int kUnroll = kActivates ? 1 : kSlots;
-  // A reduction leaves the tensor in the cache for the next pass. An element-wise kernel is the last reader.
-  static constexpr Read kRead = kReduces ? Read::kAgain : Read::kLast;
 
   // The compiler limits registers so that this many blocks fit a multiprocessor; 0: no limit. With one more block, the
   // kernel spills registers or delays a load on at least one card.
@@ -45,12 +43,6 @@ struct Traits {
   }
 };
 
-// The unsigned integer of kBytes bytes.
-template <int kBytes>
-using Unsigned =
-    std::conditional_t<kBytes == 8, uint64_t,
-                       std::conditional_t<kBytes == 4, uint32_t, std::conditional_t<kBytes == 2, uint16_t, uint8_t>>>;
-
 // Planar: returns a bit for each valid value of `slot`, a slot of `channel` in `sample`.
 template <int W>
 __device__ __forceinline__ unsigned valid_bits(const uint8_t* mask, const Planar& plan, int64_t channel, int64_t sample,
@@ -60,7 +52,8 @@ __device__ __forceinline__ unsigned valid_bits(const uint8_t* mask, const Planar
   unsigned bits = 0;
   if constexpr (W > 1) {
     if (slot.full() && reinterpret_cast<uintptr_t>(valid) % W == 0) {
-      const auto word = *reinterpret_cast<const Unsigned<W>*>(valid);
+      uint64_t word = 0;
+      memcpy(&word, __builtin_assume_aligned(valid, W), W);  // one load
 #pragma unroll
       for (int j = 0; j < W; ++j) bits |= static_cast<unsigned>(word >> 8 * j & 1) << j;
       return bits;
@@ -162,7 +155,10 @@ struct Loaded {
 
   __device__ __forceinline__ void load(const T* tensor, const Batch<Traits>& batch) {
 #pragma unroll
-    for (int u = 0; u < kSlots; ++u) bits[u] = load_slot<W, Traits::kRead>(tensor, batch.slots[u], batch.walk.whole());
+    for (int u = 0; u < kSlots; ++u) {
+      // Element-wise kernels are the last readers.
+      bits[u] = load_slot<W, !Traits::kReduces>(tensor, batch.slots[u], batch.walk.whole());
+    }
   }
   __device__ __forceinline__ Pack<T, W> slot(int u) const { return pack_of<T, W>(bits[u]); }
   // Replaces each invalid value with its channel's value in `others`.

@@ -53,28 +53,22 @@ struct Kernel<kKernel> {
   }
 };
 
-// Calls start(traits, plan) for the layout of `tensor`.
-template <Op kOp, typename T, int kWidth, bool kMasked, bool kActivates, typename Start>
-void choose_layout(const Geometry& g, const void* tensor, const Start& start) {
-  using Interleaves = Traits<kOp, T, kWidth, Interleaved, kMasked, kActivates>;
-  if (g.interleaved) return start(Interleaves(), split_interleaved(g, kWidth, Interleaves::kReduces));
-  const auto misaligned = static_cast<int>(reinterpret_cast<uintptr_t>(tensor) / sizeof(T) % kWidth);
-  start(Traits<kOp, T, kWidth, Planar, kMasked, kActivates>(),
-        split_planar(g, kWidth, misaligned, Interleaves::kReduces));
-}
-
 // Calls start(traits, plan) for the dtype, layout and alignment of `tensors`: all tensors that the kernel reads or
 // writes.
 template <Op kOp, bool kMasked, bool kActivates, typename Start>
 void choose_kernel(DType dtype, const Geometry& g, std::initializer_list<const void*> tensors, const Start& start) {
-  dispatch(dtype, [&](auto value) {
+  const auto choose_layout = [&](auto value, auto width) {
     using T = decltype(value);
-    const void* first = *tensors.begin();
-    if (takes_vectors(g, sizeof(T), tensors)) {
-      choose_layout<kOp, T, kVector<T>, kMasked, kActivates>(g, first, start);
-    } else {
-      choose_layout<kOp, T, 1, kMasked, kActivates>(g, first, start);
-    }
+    constexpr int kWidth = decltype(width)::value;
+    using Rows = Traits<kOp, T, kWidth, Interleaved, kMasked, kActivates>;
+    if (g.interleaved) return start(Rows(), split_interleaved(g, kWidth, Rows::kReduces));
+    const auto misaligned = static_cast<int>(reinterpret_cast<uintptr_t>(*tensors.begin()) / sizeof(T) % kWidth);
+    start(Traits<kOp, T, kWidth, Planar, kMasked, kActivates>(), split_planar(g, kWidth, misaligned, Rows::kReduces));
+  };
+  dispatch(dtype, [&](auto value) {
+    constexpr int kSize = sizeof(value);
+    if (!takes_vectors(g, kSize, tensors)) return choose_layout(value, std::integral_constant<int, 1>());
+    choose_layout(value, std::integral_constant<int, vector_width(kSize)>());
   });
 }
 

@@ -33,10 +33,6 @@ BAGUA_SYNCBN_HOST_DEVICE __forceinline__ T narrow(Accumulate<T> value) {
   }
 }
 
-// Values of type T per vector.
-template <typename T>
-constexpr int kVector = static_cast<int>(vector_width(sizeof(T)));
-
 // W values that are loaded and stored together. They keep their storage type until all loads of a batch are issued,
 // because a conversion waits for its load.
 template <typename T, int W>
@@ -62,7 +58,7 @@ struct Slot {
   int first;
   int last;
 
-  __device__ __forceinline__ bool full() const { return first == 0 && last == W; }
+  __device__ __forceinline__ bool full() const { return first == 0 && last >= W; }
   __device__ __forceinline__ bool holds(int j) const { return first <= j && j < last; }
   // A bit for each value of the row.
   __device__ __forceinline__ unsigned mask() const { return last > 0 ? (1u << last) - (1u << first) : 0u; }
@@ -76,41 +72,31 @@ struct RowSlot {
   __device__ __forceinline__ unsigned mask() const { return offset >= 0; }
 };
 
-// kLast: no later pass reads the tensor, so its cache lines are evicted first.
-enum class Read { kAgain, kLast };
-
-template <Read kRead, typename V>
+// `kLast`: no later pass reads the tensor, so its cache lines are evicted first.
+template <bool kLast, typename V>
 __device__ __forceinline__ V load(const V* address) {
-  if constexpr (kRead == Read::kLast) {
-    return __ldcs(address);
-  } else {
-    return *address;
-  }
+  return kLast ? __ldcs(address) : *address;
 }
 
 // Loads the W values of `slot`. Values outside its row are arbitrary. `whole`: all W values are inside the tensor, so
 // one load is safe.
-template <int W, Read kRead, typename T>
+template <int W, bool kLast, typename T>
 __device__ __forceinline__ Bits<T, W> load_slot(const T* x, const Slot<W>& slot, bool whole) {
-  if constexpr (W == 1) {
-    return slot.holds(0) ? load<kRead>(x + slot.offset) : narrow<T>(0);
-  } else {
-    Bits<T, W> bits{};
-    if (slot.full() || (whole && slot.last > 0)) {
-      bits = load<kRead>(reinterpret_cast<const Bits<T, W>*>(x + slot.offset));
-    } else if (slot.last > 0) {
-      Pack<T, W> pack;
+  Bits<T, W> bits{};
+  if (slot.full() || (whole && slot.last > 0)) {
+    bits = load<kLast>(reinterpret_cast<const Bits<T, W>*>(x + slot.offset));
+  } else if (slot.last > 0) {
+    Pack<T, W> pack;
 #pragma unroll
-      for (int j = 0; j < W; ++j) pack.values[j] = slot.holds(j) ? x[slot.offset + j] : narrow<T>(0);
-      memcpy(&bits, &pack, sizeof(bits));
-    }
-    return bits;
+    for (int j = 0; j < W; ++j) pack.values[j] = slot.holds(j) ? x[slot.offset + j] : narrow<T>(0);
+    memcpy(static_cast<void*>(&bits), &pack, sizeof(bits));
   }
+  return bits;
 }
 
-template <int W, Read kRead, typename T>
+template <int W, bool kLast, typename T>
 __device__ __forceinline__ Bits<T, W> load_slot(const T* x, const RowSlot& slot, bool) {
-  return slot.offset >= 0 ? load<kRead>(reinterpret_cast<const Bits<T, W>*>(x + slot.offset)) : Bits<T, W>{};
+  return slot.offset >= 0 ? load<kLast>(reinterpret_cast<const Bits<T, W>*>(x + slot.offset)) : Bits<T, W>{};
 }
 
 template <typename T, int W>

@@ -1,12 +1,14 @@
 """Layers on a CUDA device: one rank, several ranks that share the device, and a device per rank."""
 
 import time
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 
 import bagua_syncbn
 from bagua_syncbn.communicators import TorchCommunicator, jobs
@@ -14,7 +16,7 @@ from bagua_syncbn.groups import spec_of
 from bagua_syncbn.reliability.history import history_in
 from bagua_syncbn.torch_internals.nccl import nccl_id, nccl_progress
 from benchmarks.one_rank import OneRankGroup
-from tests.helpers.cases import laid_out
+from tests.helpers.cases import WAYS, Case, compare, laid_out, run_ranks
 from tests.helpers.large_groups import LargeGroups
 from tests.helpers.tolerances import DTYPES, assert_close
 from tests.helpers.traced import count, trace
@@ -140,34 +142,22 @@ def little_model(momentum):
     ).cuda()  # fmt: skip
 
 
-def train_on_gpu(layout, splits):
-    """Trains a layer on this rank's part of a batch, on the GPU that all ranks share."""
-    rank = dist.get_rank()
-    torch.manual_seed(0)
-    batch, grad_output = (t.cuda().split(splits) for t in torch.randn(2, sum(splits), 6, 20, 20))
-    layer = bagua_syncbn.SyncBatchNorm2d(6, momentum=None).cuda()
-    input = laid_out(batch[rank], layout).detach().requires_grad_()
-    output = layer(input)
-    output.backward(laid_out(grad_output[rank], layout))
-    return [t.detach().cpu() for t in (output, input.grad, layer.weight.grad, layer.running_var)]
+def on_gpu(layer):
+    layer.cuda()
+    return lambda input: layer(input.cuda()).cpu()
+
+
+def run_on_gpu(cases):
+    with patch.dict(WAYS, forward=on_gpu):
+        return tree_map_only(torch.Tensor, torch.Tensor.cpu, run_ranks(cases))
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("splits", [(4, 4), (5, 0, 2)], ids=str)
 def test_ranks_that_share_the_gpu(pool, splits, layout):
     """Over gloo, because NCCL does not allow two ranks on one device."""
-    results = pool.run(train_on_gpu, len(splits), layout, splits)
-    torch.manual_seed(0)
-    batch, grad_output = torch.randn(2, sum(splits), 6, 20, 20).double()
-    layer = nn.BatchNorm2d(6, momentum=None, dtype=torch.float64)
-    batch.requires_grad_()
-    output = layer(batch)
-    output.backward(grad_output)
-    assert_close(torch.cat([result[0] for result in results]), output.detach(), "output")
-    assert_close(torch.cat([result[1] for result in results]), batch.grad, "input.grad")
-    torch.testing.assert_close(sum(result[2] for result in results).double(), layer.weight.grad, rtol=1e-4, atol=1e-3)
-    for result in results:
-        assert_close(result[3], layer.running_var, "running_var")
+    case = Case(splits, (6, 20, 20), layout=layout, options={"momentum": None})
+    compare(case, [result for (result,) in pool.run(run_on_gpu, len(splits), [case])])
 
 
 def train_with_ddp(local_rank, process_group=None, fuses=False):

@@ -83,20 +83,18 @@ def test_a_build_records_its_tools(checkout):
     assert info["build_compiler"]
 
 
-@pytest.mark.parametrize("place", ["the interpreter", "PATH", ".venv"])
-def test_an_isolated_build_finds_torch(checkout, tmp_path, place):
+def test_an_isolated_build_finds_torch(checkout, tmp_path):
     """pip isolates builds with variables; uv uses an interpreter outside the environment, found on PATH or in the
     checkout."""
+    assert decide(checkout, isolated="yes")[2]["build_torch"] == torch.__version__
     status, _, info = decide(checkout, isolated="yes", python="/nowhere/python", PATH="/nowhere")
     assert (status, info["build_reason"]) == (0, "no torch 2.10 or later and no compiler")
-    if place == "the interpreter":
-        assert decide(checkout, isolated="yes")[2]["build_torch"] == torch.__version__
-        return
     write_torch(tmp_path, "2.11.0")
-    folder = checkout / ".venv" / "bin" if place == ".venv" else tmp_path / "bin"
-    write_tool(folder / "python", f"echo {tmp_path}/site/torch/__init__.py")
-    path = f"{tmp_path}/bin:/usr/bin:/bin"
-    assert decide(checkout, isolated="yes", python="/nowhere/python", PATH=path)[2]["build_torch"] == "2.11.0"
+    for folder in (checkout / ".venv" / "bin", tmp_path / "bin"):
+        python = Path(write_tool(folder / "python", f"echo {tmp_path}/site/torch/__init__.py"))
+        path = f"{tmp_path}/bin:/usr/bin:/bin"
+        assert decide(checkout, isolated="yes", python="/nowhere/python", PATH=path)[2]["build_torch"] == "2.11.0"
+        python.unlink()
 
 
 NO_NVCC = {"NVCC": "no-such-nvcc", "CUDA_HOME": "/nowhere"}
@@ -135,17 +133,14 @@ def test_tools_decide_the_build_and_a_forced_build_names_missing_tools(
         assert outcome in output
 
 
-@pytest.mark.parametrize("platform", ["darwin", "win32"])
-def test_other_systems_run_no_compiler(checkout, tmp_path, platform):
+@pytest.mark.parametrize(("platform", "forced", "outcome"), [
+    ("darwin", {}, "bagua_syncbn: python build: no Linux"),
+    ("win32", {"BAGUA_SYNCBN_BUILD": "cpu"}, "BAGUA_SYNCBN_BUILD=cpu needs Linux"),
+])  # fmt: skip
+def test_other_systems_run_no_compiler(checkout, tmp_path, platform, forced, outcome):
     touched = tmp_path / "touched"
-    write_tool(tmp_path / "bin" / "g++", f"touch {touched}; exit 1")  # on macOS without Xcode, a call opens a dialog
-    tools = {"CXX": str(tmp_path / "bin" / "g++")}
-    status, _, info = decide(checkout, platform, **tools)
-    assert status == 0
-    assert (info["build"], info["build_reason"]) == ("python", "no Linux")
-    status, output, _ = decide(checkout, platform, **tools, BAGUA_SYNCBN_BUILD="cpu")
-    assert status != 0
-    assert "BAGUA_SYNCBN_BUILD=cpu needs Linux" in output
+    compiler = write_tool(tmp_path / "bin" / "g++", f"touch {touched}; exit 1")  # on macOS, a call may open a dialog
+    assert outcome in decide(checkout, platform, CXX=compiler, **forced)[1]
     assert not touched.exists()
 
 
@@ -153,9 +148,6 @@ def test_the_compiler_may_have_a_launcher(checkout, tmp_path):
     launcher = write_tool(tmp_path / "bin" / "ccache", '[ "$1" != --version ] || echo a cache\nexec "$@"')
     _, _, expected = decide(checkout, CXX="g++", BAGUA_SYNCBN_BUILD="cpu")
     assert decide(checkout, CXX=f"{launcher} g++ -m64", BAGUA_SYNCBN_BUILD="cpu")[2] == expected != {}
-    status, output, _ = decide(checkout, CXX=f"{launcher} no-such-compiler", BAGUA_SYNCBN_BUILD="cpu")
-    assert status != 0
-    assert "BAGUA_SYNCBN_BUILD=cpu needs compiler" in output
 
 
 @pytest.fixture
@@ -166,12 +158,10 @@ def cuda_tools(tmp_path):
 
 
 @pytest.mark.parametrize(("seen", "chosen", "archs"), [
-    ("echo no devices were found; exit 9", "", ["80", "90", "120"]),
     ("echo 9.0; echo 8.9; echo 10.0; echo 9.0", "", ["89", "90"]),
     ("echo 10.0", "", ["80", "90", "120"]),
     ("echo 8.9", "all", ["80", "90", "120"]),
-    ("echo 8.9", "native", ["89"]),
-    ("exit 9", "native", None),
+    ("echo no devices were found; exit 9", "native", None),
 ])  # fmt: skip
 def test_machine_code_is_for_local_gpus_that_nvcc_supports(checkout, tmp_path, cuda_tools, seen, chosen, archs):
     write_tool(tmp_path / "bin" / "nvidia-smi", seen)
@@ -185,9 +175,7 @@ def test_machine_code_is_for_local_gpus_that_nvcc_supports(checkout, tmp_path, c
 
 
 @pytest.mark.parametrize(("ours", "torchs", "archs"), [
-    ("8.9", "", ["89"]),
-    ("sm_90 compute_80", "", ["80", "90"]),
-    ("90;", "", ["90"]),
+    ("8.9,sm_90 compute_80;", "", ["80", "89", "90"]),
     ("90a;9.0;12.0f", "", ["90", "90a", "120f"]),
     ("", "7.0 8.0;9.0a+PTX", ["70", "80", "90a"]),
     ("all", "8.0", ["80", "90", "120"]),
@@ -226,16 +214,6 @@ def test_a_free_threaded_python_gets_no_kernels(checkout, monkeypatch):
 def test_a_python_without_the_gil_is_refused():
     code = "import sys; sys._is_gil_enabled = lambda: False; import bagua_syncbn"
     assert "ImportError: bagua_syncbn needs the GIL" in run_fresh(code).stderr
-
-
-def test_an_editable_installation_without_kernels_removes_an_older_library(checkout):
-    package = checkout / "bagua_syncbn"
-    (package / "_C.abi3.so").touch()
-    code = "import setuptools.build_meta as backend, sys; backend.build_editable(sys.argv[1])"
-    environment = os.environ | {"BAGUA_SYNCBN_BUILD": "python"}
-    subprocess.run([sys.executable, "-c", code, str(checkout)], cwd=checkout, env=environment, check=True)
-    assert not (package / "_C.abi3.so").exists()
-    assert json.loads((package / "build_info.json").read_text())["build"] == "python"
 
 
 @pytest.mark.parametrize(("reason", "warning"), [
