@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from bagua_syncbn import recalibrate_statistics
 from tests.helpers.cases import CLASSES, SHAPES_IN_LAYOUTS, WAYS, Case, call_of, check
@@ -85,40 +84,18 @@ def test_replicas_accept_all_dtypes_layouts_frozen_tensors_and_derivatives(singl
     )
 
 
-def batches_of(case, rank):
-    """Returns input, residual and mask of each step on one rank."""
-    parts = []
-    for step in range(case.steps):
-        mask, (input, residual, _) = case.mask(step), (whole.split(case.splits)[rank] for whole in case.batch(step))
-        mask = None if mask is None else mask.split(case.splits)[rank]
-        parts.append((input, residual if case.residual else None, mask))
-    return parts
-
-
-def recalibrate(cases):
-    """Returns the running statistics of each case, recalibrated after a training step."""
-    rank, results = dist.get_rank() if dist.is_initialized() else 0, []
-    for case in cases:
-        layer, batches = case.layer(), batches_of(case, rank)
-        call = call_of(case, layer)
+@pytest.mark.parametrize("way", [way for way in WAYS if way not in ("function", "compiled")])
+def test_recalibration_works_with_every_option(way, single_threaded):
+    for case in cases(way, (4,), evaluates=False):
+        if case.spoiled:
+            continue
+        layer = case.layer()
+        call, steps = call_of(case, layer), [(*case.batch(step)[:2], case.mask(step)) for step in range(case.steps)]
+        batches = [(input, residual if case.residual else None, mask) for input, residual, mask in steps]
         call(*batches[0])
         before = copy.deepcopy(layer.state_dict())
         recalibrate_statistics(layer, batches, forward=lambda batch, call=call: call(*batch))
-        assert layer.num_batches_tracked == before["num_batches_tracked"]
-        results.append((layer.running_mean, layer.running_var))
-        if "statistics" in case.frozen:
-            torch.testing.assert_close(layer.state_dict(), before, rtol=0, atol=0)
-    return results
-
-
-@pytest.mark.parametrize("way", [way for way in WAYS if way not in ("function", "compiled")])
-def test_recalibration_works_with_every_option(pool, way, single_threaded):
-    splits = (4,) if way == "replicas" else (2, 0, 3)
-    given = [case for case in cases(way, splits, evaluates=False) if not case.spoiled]
-    ranks = [recalibrate(given)] if way == "replicas" else pool.run(recalibrate, 3, given)
-    for case, *found in zip(given, *ranks, strict=True):
-        batches = [batch for rank in range(len(splits)) for batch in batches_of(case, rank)]
-        values = [values_of(input, mask) for input, _, mask in batches]
-        expected = torch.cat(values).mean(0), torch.cat(values).var(0)
-        for statistics in [] if "statistics" in case.frozen else found:
-            torch.testing.assert_close(statistics, expected, msg=lambda text, case=case: f"{case}: {text}")
+        values = torch.cat([values_of(input, mask) for input, _, mask in batches])
+        expected = before | {"running_mean": values.mean(0), "running_var": values.var(0)}
+        expected = before if "statistics" in case.frozen else expected
+        torch.testing.assert_close(layer.state_dict(), expected, msg=lambda text, case=case: f"{case}: {text}")

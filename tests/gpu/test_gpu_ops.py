@@ -14,13 +14,18 @@ from bagua_syncbn import SyncBatchNorm1d, ops
 from bagua_syncbn.cuda import aten, comparison, selection
 from bagua_syncbn.ops import activation_of
 from tests.helpers.cases import laid_out
-from tests.helpers.comparison import OnDevice, OpCase, check, check_last_of_many, check_merge
+from tests.helpers.comparison import OpCase, check, check_last_of_many, check_merge
 from tests.helpers.tolerances import DTYPES
 from tests.ops.test_values import TABLE
 
 pytestmark = pytest.mark.gpu
 
-CUDA = OnDevice(ops, "cuda")
+
+@pytest.fixture
+def on_cuda():
+    """Creates tensors on the device by default."""
+    with torch.device("cuda"):
+        yield
 
 
 def tensors(shape, dtype, layout="contiguous"):
@@ -79,22 +84,22 @@ def large(masks):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cases", ["large", *TABLE])
-def test_values_and_gradients_equal_the_reference(cases, dtype):
+def test_values_and_gradients_equal_the_reference(cases, dtype, on_cuda):
     """Large inputs in all dtypes, each case of the other tables in one dtype."""
     if cases == "large":
         table = large((None, "scattered", "padded"))
     else:
         table = list(TABLE[cases]("cuda", dtype))[DTYPES.index(dtype) :: len(DTYPES)]
     for case in table:
-        check(CUDA, case, dtype)
+        check(ops, case, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_ops_on_atens_kernels_equal_the_reference(dtype):
+def test_ops_on_atens_kernels_equal_the_reference(dtype, on_cuda):
     for case in large((None,)):
         # ATen rounds products of planar halves.
         if len(case.shape) == 2 or case.layout == "channels_last" or dtype.itemsize > 2:
-            check(OnDevice(aten, "cuda"), case, dtype)
+            check(aten, case, dtype)
 
 
 @pytest.mark.parametrize("shape", [(2**31 // 64 + 3, 64), (2, 1, 2**30), (3, 2**30 // 2**12, 2**12)], ids=str)
@@ -118,17 +123,17 @@ SMALL = [
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SMALL, ids=str)
-def test_every_kernel_on_small_inputs(shape, dtype):
+def test_every_kernel_on_small_inputs(shape, dtype, on_cuda):
     """Small, because compute-sanitizer slows kernels down a hundredfold."""
     options = {}, {"activation": activation_of("silu"), "residual": True}, {"mask": "scattered"}
     for layout, given in product(("contiguous", "channels_last"), options):
-        check(CUDA, OpCase(shape, layout, **given), dtype)
+        check(ops, OpCase(shape, layout, **given), dtype)
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("buffer_dtype", DTYPES, ids=str)
-def test_every_kernel_that_merges_ranks(buffer_dtype, momentum):
-    check_merge(CUDA, (4, 0, 7), 300, torch.float32, buffer_dtype, momentum)
+def test_every_kernel_that_merges_ranks(buffer_dtype, momentum, on_cuda):
+    check_merge(ops, (4, 0, 7), 300, torch.float32, buffer_dtype, momentum)
 
 
 @pytest.fixture

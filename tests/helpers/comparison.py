@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from bagua_syncbn.ops import IDENTITY, Activation, accumulate_dtype, per_channel, reduced_dims, reference
 from bagua_syncbn.ops.headers import header_sums_of
@@ -16,26 +15,15 @@ CALLER, CALL, FINGERPRINT = 7 * 2**24 + 5, 9, 2**36 - 2**14 + 7
 
 
 class OpCase(NamedTuple):
-    """Input and options of the ops.
+    """Input and options of the ops."""
 
-    Attributes:
-        shape: (N, C, \\*).
-        layout: memory layout of input and residual, see :func:`cases.laid_out`.
-        grad_layout: memory layout of the gradient; None for the input's layout.
-        offsets: distances of input, gradient and residual to 64-byte alignment, in elements.
-        parameters: dtype of weight and bias, or None.
-        mask: a key of :func:`make_mask`, or None. Cannot be combined with an activation or a residual.
-        activation: None omits the activation arguments and the gradient buffer.
-        residual: adds a residual.
-    """
-
-    shape: tuple[int, ...]
-    layout: str = "contiguous"
-    grad_layout: str | None = None
-    offsets: tuple[int, int, int] = (0, 0, 0)
-    parameters: torch.dtype | None = torch.float32
-    mask: str | None = None
-    activation: Activation | None = None
+    shape: tuple[int, ...]  # (N, C, *)
+    layout: str = "contiguous"  # of input and residual, see cases.laid_out
+    grad_layout: str | None = None  # None: the input's layout
+    offsets: tuple[int, int, int] = (0, 0, 0)  # of input, gradient, residual from 64-byte alignment, in elements
+    parameters: torch.dtype | None = torch.float32  # dtype of weight and bias; None for none
+    mask: str | None = None  # a key of make_mask; not with an activation or a residual
+    activation: Activation | None = None  # None omits the activation arguments and the gradient buffer
     residual: bool = False
 
 
@@ -56,34 +44,6 @@ def make_mask(kind: str, shape: tuple[int, ...]) -> Tensor:
             lengths[0] = 0
         return (torch.arange(shape[-1]) < lengths.view(-1, *[1] * (len(shape) - 2))).expand(size).contiguous()
     return torch.rand(size) < {"scattered": 0.5, "all": 1.0, "none": 0.0}[kind]
-
-
-class OnDevice:
-    """``ops`` for CPU tensors: copies their memory to a device and back, so only the ops run on the device."""
-
-    def __init__(self, ops: Any, device: str) -> None:
-        self._ops, self._device = ops, device
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*arguments: Any, **options: Any) -> Any:
-            moved = {}
-
-            def move(tensor: Tensor) -> Tensor:
-                here = tensor.untyped_storage()
-                if here.data_ptr() not in moved:
-                    moved[here.data_ptr()] = here, here.clone().to(device=self._device)
-                _, there = moved[here.data_ptr()]
-                empty = tensor.new_empty(0, device=self._device)
-                return empty.set_(there, tensor.storage_offset(), tensor.shape, tensor.stride())
-
-            results = getattr(self._ops, name)(
-                *tree_map_only(Tensor, move, arguments), **tree_map_only(Tensor, move, options)
-            )
-            for here, there in moved.values():
-                here.copy_(there)
-            return tree_map_only(Tensor, Tensor.cpu, results)
-
-        return call
 
 
 def check_sums(sums: Tensor, row: Tensor, near: Tensor) -> None:
