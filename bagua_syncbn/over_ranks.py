@@ -123,16 +123,12 @@ def sum_over_ranks(
     ``what``, the name of the call in errors, the class of ``module`` and ``details`` must be equal on all ranks. A
     mismatch raises on CPU, and also on devices if ``module`` is given, which makes the host wait. Otherwise the sum is
     NaN, and on devices with a fault record a later call raises.
-
-    Raises:
-        RuntimeError: the ranks make different calls, or the collective failed.
     """
-    size = communicator.size
-    if size == 1:
+    if communicator.size == 1:
         return packed
     if is_compiling():  # compared only on the device, like the sums of compiled layers
-        fingerprint = word_of(f"{what} ({details})") & exact_bits(size)
-        total, differ = sum_with_header(communicator.all_reduce, packed, fingerprint, size)
+        fingerprint = word_of(f"{what} ({details})") & exact_bits(communicator.size)
+        total, differ = sum_with_header(communicator.all_reduce, packed, fingerprint, communicator.size)
         return total.where(~differ, torch.nan)
     history = history_in(communicator)
     if module is not None:

@@ -90,7 +90,7 @@ class _Shards:
         return tensor.to_local()
 
     def buffer(self, name: str, tensor: Any) -> Any:
-        """Returns the part of ``tensor`` for this rank's channels, or the scalar, for in-place updates."""
+        """Returns the part of ``tensor`` for this rank's channels, for in-place updates."""
         if self._is_plain(name, tensor):
             return tensor
         replicated = (torch.distributed.tensor.Replicate(),) * len(self.placements)
@@ -113,8 +113,7 @@ class _Shards:
         return tensor.redistribute(placements=self._per_channel).to_local(grad_placements=grad_placements)
 
     def _is_plain(self, name: str, tensor: Any) -> bool:
-        """Returns True for None and plain tensors; raises TypeError if a plain tensor would include other ranks'
-        channels."""
+        """Returns True for None and plain tensors; raises TypeError if a plain tensor has other ranks' channels."""
         if is_distributed(tensor):
             return False
         if tensor is not None and tensor.dim() and not self._has_all_channels:

@@ -66,10 +66,9 @@ class Probe:
 
 @error_handlers.register
 def report_error(process_group: Any, layer: Any, error: Exception) -> None:
-    """Makes peers raise: sends a probe instead of this rank's next message, without waiting.
+    """Makes peers raise: sends a probe instead of this rank's next message, without waiting for the answers.
 
-    The next call continues if all ranks raised, and raises otherwise. No-op before the first message and during
-    tracing.
+    The next call reads them. No-op before the first message and during tracing.
     """
     if torch.compiler.is_compiling() or is_tracing() or isinstance(error, NO_ERRORS) or is_capturing():
         return

@@ -34,11 +34,7 @@ from .watch import watch
 
 
 class RankExchange(Exchange):
-    """Messages of a call, with headers that the ops compare.
-
-    ``_number`` is the sequence number of the forward in the group; 0 if peers may run compiled code, which does not
-    count calls.
-    """
+    """Messages of a call, with headers that the ops compare."""
 
     is_traced = False
     __slots__ = ("_history", "_number", "_record", "_signature", "header", "uses_sums")
@@ -48,10 +44,9 @@ class RankExchange(Exchange):
     ) -> None:
         self.communicator = communicator
         self._signature, self._record, self._history = signature, record, history
-        if signature.kind in history.compiled:
+        self._number, caller = history.number, signature.caller  # number of the forward in the group
+        if signature.kind in history.compiled:  # peers may run compiled code, which does not count calls
             self._number, caller = 0, signature.compiled_caller
-        else:
-            self._number, caller = history.number, signature.caller
         self.uses_sums = signature.message[0]
         self.header = caller, self._number
         if self.uses_sums:
@@ -156,8 +151,7 @@ class RankExchange(Exchange):
     def _disagree(self, own: str, device: torch.device, headers: Sequence[Sequence[float]] = ()) -> NoReturn:
         """Raises RuntimeError for ranks that made different calls; ``own`` describes this rank's call.
 
-        On CPU all ranks in eager code call this and exchange descriptions. On devices, some ranks may not detect the
-        mismatch.
+        On CPU all ranks in eager code call this and exchange descriptions. On devices, peers may not call this.
         """
         history, communicator = self._history, self.communicator
         history.failure = own
@@ -171,7 +165,6 @@ class RankExchange(Exchange):
         raise RuntimeError(differ_text(own, enumerate(texts)))
 
     def _describe(self, signature: CallSignature, call: int) -> str:
-        """Returns a description of this rank's call."""
         if not self._number:
             return f"{signature.text}, of a model that was compiled"
         of_forward = f", of the forward in call {self._number}" if signature.is_backward else ""

@@ -57,10 +57,10 @@ class CallSignature:
 
 
 def shared_options(call: Call, options: Options) -> tuple[Any, ...]:
-    """Returns the options of ``call`` that must be equal on all ranks; activations may differ.
+    """Returns the number of channels, whether the input is float64, a nondefault way to update running statistics, and
+    the options that must be equal on all ranks: all except activations.
 
-    These are the number of channels, whether the input is float64, a nondefault way to update running statistics (as
-    text), and the options. A plain tuple, because torch.compile passes only plain values to untraced functions.
+    A plain tuple, because torch.compile passes only plain values to untraced functions.
     """
     updates = "untracked" if call.buffers.running_mean is None else ""
     if call.accumulate is not None:
@@ -76,8 +76,7 @@ def shared_options(call: Call, options: Options) -> tuple[Any, ...]:
 
 @functools.lru_cache(2**14)  # options may change in every step
 def signature_of(name: str, kind: str, shared: tuple[Any, ...], sums: bool) -> CallSignature:
-    """Returns the signature of a forward of the layer ``name``, in which ranks send either sums or rows of
-    statistics."""
+    """Returns the signature of a forward of the layer ``name``, where ranks send sums or else rows of statistics."""
     channels, is_double, updates, *options = shared
     details = f"{channels} channels, {'float64' if is_double else 'float32'}"
     defaults = Options(eps=math.nan, momentum=math.nan)[:-1]  # NaN equals nothing, so these two are always listed
@@ -91,17 +90,18 @@ def signature_of(name: str, kind: str, shared: tuple[Any, ...], sums: bool) -> C
         return CallSignature(caller, word_of(kind), text, message, direction != "forward")
 
     dtype = torch.float64 if is_double else torch.float32
+    size = 2 * channels + ops.HEADER_SUMS_SIZE
     if sums:
-        forward = signature("forward", True, 2 * channels + 1 + ops.HEADER_SUMS_SIZE, torch.float64)
+        forward = signature("forward", True, size + 1, torch.float64)
     else:
         forward = signature("forward", False, 2 * channels + 2 + ops.HEADER_SIZE, dtype)
-    forward.backward = signature("backward", True, 2 * channels + ops.HEADER_SUMS_SIZE, dtype)
-    forward.derivative = signature("double backward", True, 2 * channels + ops.HEADER_SUMS_SIZE, dtype)
+    forward.backward = signature("backward", True, size, dtype)
+    forward.derivative = signature("double backward", True, size, dtype)
     return forward
 
 
 def uses_sums(input: Tensor, communicator: Communicator) -> bool:
     """Returns whether ranks send sums of statistics instead of rows; the same on all ranks, compiled or not."""
-    # Sums need a wider dtype than the statistics.
-    is_narrow = input.dtype != torch.float64 and input.device.type != "mps"  # the device has no float64
+    # Sums need a wider dtype than the statistics; "mps" has no float64.
+    is_narrow = input.dtype != torch.float64 and input.device.type != "mps"
     return is_narrow and is_large(communicator.size) and getattr(communicator, "adds_float64", True)

@@ -19,8 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial
 
 import bagua_syncbn
 from bagua_syncbn.groups import spec_of
@@ -49,20 +47,13 @@ BACKWARD: dict[str, Callable[[list[Tensor]], Any]] = {
 
 
 class Model(nn.Module):
-    """Three layers, and the attributes that a rank can change.
-
-    Attributes:
-        no_gradient_for: name of a layer whose input does not require a gradient.
-        raises_in_backward: name of a layer whose backward pass raises.
-        has_grad: whether layers are called with gradients enabled.
-        calls: by layer name, functions of a layer and its input that replace its calls.
-    """
+    """Three layers, and attributes that a rank can change."""
 
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b, self.c = nn.BatchNorm1d(8), nn.BatchNorm1d(8), nn.BatchNorm1d(12)
-        self.no_gradient_for = self.raises_in_backward = ""
-        self.has_grad = True
+        self.no_gradient_for = self.raises_in_backward = ""  # names of layers
+        # Functions that replace calls, keyed by layer name.
         self.calls: dict[str, Callable[[Any, Tensor], Tensor]] = {}
 
     def run(self, step: str) -> None:
@@ -82,9 +73,8 @@ class Model(nn.Module):
         x = torch.randn(4, layer.num_features, dtype=layer.weight.dtype)
         before = [buffer.clone() for buffer in layer.buffers()]
         try:
-            with torch.set_grad_enabled(self.has_grad):
-                normalize = self.calls.get(name, nn.Module.__call__)
-                output: Tensor = normalize(layer, x.requires_grad_(name != self.no_gradient_for))
+            normalize = self.calls.get(name, nn.Module.__call__)
+            output: Tensor = normalize(layer, x.requires_grad_(name != self.no_gradient_for))
         except RuntimeError:
             assert all(map(torch.equal, before, layer.buffers())), "buffers changed in a failed call"
             raise
@@ -129,25 +119,13 @@ def is_odd() -> bool:
 
 @dataclass(frozen=True)
 class Program:
-    """Three steps in which the last rank diverges from its peers.
+    """Three steps in which the last rank diverges from its peers."""
 
-    Attributes:
-        last_rank: the last rank's step once it diverges.
-        change: called with the last rank's model when it diverges.
-        named: text in each rank's error.
-        step: all ranks' step before the divergence.
-        prepare: called with each rank's model at the start.
-    """
-
-    last_rank: str = STEP
-    change: Change | None = None
-    named: tuple[str, ...] = ()
-    step: str = STEP
-    prepare: Change | None = None
-
-    def missing_in(self, message: str) -> list[str]:
-        """Returns the expected parts that are not in ``message``."""
-        return [part for part in self.named if part not in message]
+    last_rank: str = STEP  # the last rank's step once it diverges
+    change: Change = nn.Module.train  # called with the last rank's model when it diverges
+    named: tuple[str, ...] = ()  # text in each rank's error
+    step: str = STEP  # all ranks' step before the divergence
+    prepare: Change = nn.Module.train  # called with each rank's model at the start
 
     def run(self, when: int, seconds: float = 300.0, end: Change | None = None) -> str:
         """Runs the steps; the last rank diverges starting at step ``when``. Returns the message."""
@@ -156,14 +134,13 @@ class Program:
         def take_steps() -> None:
             for number in range(STEPS):
                 differs = is_odd() and number >= when
-                if differs and number == when and self.change is not None:
+                if differs and number == when:
                     self.change(model)
                 with suppress(CaughtError):
                     model.run(self.last_rank if differs else self.step)
 
         with own_model(seconds) as model:
-            if self.prepare is not None:
-                self.prepare(model)
+            self.prepare(model)
             message = message_of(take_steps)
             if end is not None:
                 end(model)
@@ -183,11 +160,6 @@ def _function_with_wrong_weight(layer: Any, x: Tensor) -> Tensor:
     return bagua_syncbn.sync_batch_norm(x, *tensors, process_group=layer.process_group, layer=layer)
 
 
-def _on_this_rank_only(layer: Any, x: Tensor) -> Tensor:
-    mesh = DeviceMesh("cpu", torch.tensor([dist.get_rank()]), _init_backend=False)
-    return layer(DTensor.from_local(x, mesh, [Partial()], run_check=False))  # type: ignore[no-any-return]
-
-
 class SyncBatchNorm1d(bagua_syncbn.SyncBatchNorm1d):
     """A class with a raising forward."""
 
@@ -198,8 +170,6 @@ class SyncBatchNorm1d(bagua_syncbn.SyncBatchNorm1d):
 REFUSED = {
     "int64": lambda layer, x: layer(x.long()),
     "expected 8 channels": lambda layer, x: layer(x[:, 1:]),
-    "DTensor": _on_this_rank_only,
-    "got NoneType": lambda layer, x: layer(None),
     "missing 1 required positional argument: 'input'": lambda layer, x: layer(),
     "a custom forward": SyncBatchNorm1d.forward,
     "got float": _function_with_wrong_weight,

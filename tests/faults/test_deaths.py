@@ -145,20 +145,13 @@ def test_a_forked_child_raises_and_its_parent_continues(kind):
         assert (layer.num_batches_tracked, new.num_batches_tracked) == (2, 1)
 
 
-# Rank 0 of two ranks; rank 1 is alive, but does not make the last call.
-BEGIN = """
+# Rank 0 of two ranks; rank 1 is alive, but sends no message. With torch 2.13, a process that has called a layer exits
+# immediately even if no collective is kept, so this script does not call a layer.
+UNFINISHED = """
 import signal, sys, torch, bagua_syncbn
 from torch import distributed as dist
 signal.signal(signal.SIGALRM, signal.default_int_handler)
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=2)
-"""
-FIRST_CALL = """
-layer = bagua_syncbn.SyncBatchNorm1d(4)
-layer(torch.randn(3, 4))
-"""
-# With torch 2.13, a process that has called a layer exits immediately even if no collective is kept, so this script
-# does not call a layer.
-COLLECTIVES = """
 communicator = bagua_syncbn.communicators.TorchCommunicator(dist.group.WORLD)
 communicator.begin_all_gather(torch.ones(3))
 signal.alarm(1)
@@ -167,33 +160,19 @@ try:
 except KeyboardInterrupt:
     print("interrupted", file=sys.stderr)
 """
-# Scripts of rank 0, with a part of the standard error and the exit code.
-ENDS = {
-    "an interrupted call": (
-        FIRST_CALL + "signal.alarm(1); layer(torch.randn(3, 4))", "KeyboardInterrupt", -signal.SIGINT
-    ),
-    "an invalid call": (FIRST_CALL + "layer(torch.randn(4))", "expected 2D or 3D input", 1),
-    "unfinished collectives": (COLLECTIVES, "interrupted", 0),
-}  # fmt: skip
 
 
-def stay_away(rank: int, size: int, store: str, calls: bool, _: Any) -> None:
+def stay_away(rank: int, size: int, store: str, _: Any) -> None:
     if rank == 1:
         join_job(rank, size, store)
-        if calls:
-            bagua_syncbn.SyncBatchNorm1d(4)(torch.randn(3, 4))
         end_process("asleep")
 
 
-@pytest.mark.parametrize(
-    "end", [pytest.param(end, marks=() if "collectives" in end else pytest.mark.slow) for end in ENDS]
-)
-def test_a_rank_ends_without_waiting_for_its_peers(tmp_path, end):
-    script, error, code = ENDS[end]
-    (_, peer), _ = start(tmp_path, stay_away, 2, FIRST_CALL in script)
-    arguments = [sys.executable, "-c", BEGIN + script, str(tmp_path / "store")]
+def test_a_rank_with_unfinished_collectives_ends_without_waiting(tmp_path):
+    (_, peer), _ = start(tmp_path, stay_away, 2)
+    arguments = [sys.executable, "-c", UNFINISHED, str(tmp_path / "store")]
     ended = subprocess.run(arguments, capture_output=True, text=True, timeout=SECONDS)
     assert peer.is_alive()
     peer.kill()
-    assert error in ended.stderr
-    assert ended.returncode == code, ended.stderr
+    assert "interrupted" in ended.stderr
+    assert ended.returncode == 0, ended.stderr

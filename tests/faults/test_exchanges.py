@@ -3,23 +3,19 @@
 import random
 import re
 from collections import Counter
+from contextlib import suppress
 from itertools import zip_longest
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from bagua_syncbn import check_ranks, convert_sync_batchnorm, ops
-from bagua_syncbn.errors import notify_peers
-from bagua_syncbn.options import Options
-from bagua_syncbn.reliability import faults
-from bagua_syncbn.step.call import Call
-from bagua_syncbn.step.exchange import exchange_of
+from bagua_syncbn import convert_sync_batchnorm
 from tests.helpers.threads import run_threads
 
 CHANNELS = {"a": 3, "b": 3, "c": 5}
-OPTIONS = Options()
 ERROR = "error", ""  # an error that the rank catches
 
 
@@ -66,41 +62,29 @@ def made(calls):
     return found
 
 
-def value(rank, number):
-    return float(rank + 1 + 10 * number)
-
-
 class Caller:
     """Three layers on a rank."""
 
     def __init__(self, communicator):
-        self.communicator, self.forwards = communicator, {}
-        self.layers = convert_sync_batchnorm(nn.ModuleDict({name: nn.BatchNorm1d(CHANNELS[name]) for name in CHANNELS}))
+        self.rank, self.size = communicator.rank, communicator.size
+        layers = nn.ModuleDict({name: nn.BatchNorm1d(CHANNELS[name]) for name in CHANNELS})
+        self.layers, self.forwards = convert_sync_batchnorm(layers, communicator), {}
 
     def make(self, number, kind, name, forward):
-        """Makes a call and checks the result."""
-        rank, size = self.communicator.rank, self.communicator.size
+        """Makes a call and compares the result with one process."""
+        layer, own = self.layers[name or "a"], slice(2 * self.rank, 2 * self.rank + 2)
+        whole = torch.randn(2 * self.size, layer.num_features, generator=torch.Generator().manual_seed(number))
         if kind == "error":
-            notify_peers(self.communicator, self.layers["a"], ValueError("on this rank"))
-            return
-        mean_of_all = sum(value(other, number) for other in range(size)) / size
-        x = torch.full((2, CHANNELS[name]), value(rank, number))
-        if kind == "forward":
-            call = Call(x, None, None, None, ops.NO_BUFFERS, OPTIONS, True, None, self.layers[name])
-            exchange = exchange_of(call, OPTIONS, self.communicator)()
-            row = ops.batch_norm_stats(x, *exchange.header, None, exchange.uses_sums)
-            rows, *headers = exchange.gather(row)
-            mean, invstd, count = ops.merge_stats(rows, ops.NO_BUFFERS, OPTIONS, *headers)
-            exchange.check(rows)
-            torch.testing.assert_close(mean, torch.full_like(mean, mean_of_all))
-            self.forwards[number] = exchange, mean, invstd, count
+            with suppress(TypeError):
+                layer(whole.long())
+        elif kind == "forward":
+            whole, input = whole.requires_grad_(), whole[own].detach().requires_grad_()
+            self.forwards[number] = whole, F.batch_norm(whole, None, None, training=True), input, layer(input)
+            torch.testing.assert_close(self.forwards[number][3], self.forwards[number][1][own])
         else:
-            exchange, mean, invstd, count = self.forwards[forward]
-            sums, *_ = ops.batch_norm_backward_reduce(x, x, mean, invstd, None, exchange.fingerprint())
-            sums, *headers = exchange.sum(sums)
-            ops.batch_norm_backward_elemt(x, x, None, mean, invstd, sums, count, *headers)
-            exchange.check()
-            torch.testing.assert_close(sums[: x.size(1)], torch.full_like(mean, 2 * size * mean_of_all))
+            batch, expected, input, output = self.forwards[forward]
+            (grad,) = torch.autograd.grad(output, input, whole[own])
+            torch.testing.assert_close(grad, torch.autograd.grad(expected, batch, whole)[0][own])
 
 
 def run(calls, communicator):
@@ -126,10 +110,10 @@ def first_difference(programs):
 
 
 @pytest.mark.parametrize("adds_up", [False, True], ids=["rows", "sums"])
-@pytest.mark.parametrize("seeds", range(8))
+@pytest.mark.parametrize("seeds", [0, 1, *(pytest.param(seeds, marks=pytest.mark.slow) for seeds in range(2, 12))])
 def test_ranks_raise_in_the_first_call_that_differs(adds_up, seeds):
     with patch("bagua_syncbn.communicators.c10d.FEWEST_ADDED", 2 if adds_up else 32):
-        for seed in range(40 * seeds, 40 * seeds + 40):
+        for seed in range(25 * seeds, 25 * seeds + 25):
             programs = [made(calls) for calls in program(random.Random(seed))]
             ends = run_threads(len(programs), lambda rank, programs=programs: run(programs[rank.rank], rank))
             differ = first_difference(programs)
@@ -139,13 +123,3 @@ def test_ranks_raise_in_the_first_call_that_differs(adds_up, seeds):
                 assert answered == min(expected, len(calls)), f"seed {seed}: {programs} {ends}"
                 assert (message == "") == (answered == len(calls)), f"seed {seed}: {programs} {ends}"
                 assert not re.search("the ranks send|came within", message), f"seed {seed}: {programs} {ends}"
-
-
-def test_devices_other_than_cpu_and_cuda_have_a_record_too():
-    """Ops write to the record and check_ranks() reads it. The tensors are on the CPU, since there is no such device."""
-    record = faults.FaultRecord("privateuseone", ())
-    rows = torch.stack([ops.batch_norm_stats(torch.randn(4, 3), caller, 1) for caller in (5, 6)])
-    mean, *_ = ops.merge_stats(rows, ops.NO_BUFFERS, OPTIONS, 1, record.tensor)
-    assert mean.isnan().all()
-    with pytest.raises(RuntimeError, match="ranks made different calls"):
-        check_ranks()

@@ -8,11 +8,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bagua_syncbn import convert_sync_batchnorm
 
-STEPS = 3  # the second step has the value
-
 
 def state_after_each_step(value):
-    """Trains on a rank. Returns the state after each step."""
+    """Trains on a rank; the second of three steps has the value. Returns the state after each step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
     model = convert_sync_batchnorm(model, skip_nonfinite=True)
@@ -21,7 +19,7 @@ def state_after_each_step(value):
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     states = []
     torch.manual_seed(dist.get_rank())
-    for step in range(STEPS):
+    for step in range(3):
         input = torch.randn(5, 4)
         if step == 1 and dist.get_rank() == 1:
             input[2, 1] = value

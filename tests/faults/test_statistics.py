@@ -53,11 +53,6 @@ DIVERGENCES = {
         lambda model, group: recalibrate_statistics(model, raising(), process_group=group),
         ("no such file",),
     ),
-    "recalibrates another model": (
-        lambda model, group: recalibrate_statistics(model, BATCHES, process_group=group),
-        lambda model, group: recalibrate_statistics(smaller(model), BATCHES, process_group=group),
-        ("recalibrate_statistics of Critic (", "recalibrate_statistics of Critic #2 ("),
-    ),
     "recalibrates while others merge": (
         lambda model, group: merge_statistics(model, group),
         lambda model, group: recalibrate_statistics(model, BATCHES, process_group=group),

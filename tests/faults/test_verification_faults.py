@@ -1,34 +1,13 @@
 """An error on one rank in verify_synchronization is raised on all ranks, and the model is unchanged."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from bagua_syncbn import convert_sync_batchnorm, mean_over_ranks, verify_synchronization
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
-        self.failing_call = torch.inf
-        self.calls = []  # shared by all copies
-
-    def __deepcopy__(self, memo):
-        clone = Model()
-        clone.load_state_dict(self.state_dict())
-        clone.failing_call, clone.calls = self.failing_call, self.calls
-        for name in ("first", "last"):
-            setattr(clone, name, convert_sync_batchnorm(getattr(clone, name), getattr(self, name).process_group))
-        return clone
-
-    def forward(self, input):
-        output = self.first(input)
-        self.calls.append(None)
-        if len(self.calls) >= self.failing_call:
-            raise ArithmeticError("between two layers")
-        return self.last(output)
 
 
 def loss(model, batch):
@@ -50,8 +29,15 @@ def fails_between_means(model, batch):
     raise ArithmeticError(f"mean {output.item():.0f}")
 
 
-def fail_in(call):
-    return lambda model: setattr(model, "failing_call", call)
+def fail_in(number):
+    """Makes call ``number`` and later calls of a model and its copies raise between the two layers."""
+    calls = itertools.count(1)
+
+    def fail(*_):
+        if next(calls) >= number:
+            raise ArithmeticError("between two layers")
+
+    return lambda model: model[1].register_forward_hook(fail)
 
 
 X = torch.randn(4, 3)
@@ -73,8 +59,8 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_an_error_on_one_rank_is_raised_on_all(name):
     change, batch, other, error = CASES[name]
-    model = convert_sync_batchnorm(Model(), dist.new_group())
-    model.first.running_mean.fill_(2.0)
+    model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3), nn.Identity(), nn.BatchNorm1d(3)), dist.new_group())
+    model[0].running_mean.fill_(2.0)
     is_last = dist.get_rank() == dist.get_world_size() - 1
     if is_last and change is not None:
         change(model)
@@ -82,8 +68,8 @@ def test_an_error_on_one_rank_is_raised_on_all(name):
     own_loss = other if is_last else means_over_ranks if other is fails_between_means else loss
     with pytest.raises((RuntimeError, ValueError), match=error):
         verify_synchronization(model, batch if is_last else X, own_loss)
-    assert model.first.running_mean.eq(2).all()
-    assert model.training is model.last.training is mode
+    assert model[0].running_mean.eq(2).all()
+    assert model.training is model[2].training is mode
     assert torch.equal(torch.get_rng_state(), state)
-    assert not model.first._forward_pre_hooks
-    assert not model.last._forward_pre_hooks
+    assert not model[0]._forward_pre_hooks
+    assert not model[2]._forward_pre_hooks

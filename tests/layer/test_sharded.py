@@ -61,9 +61,7 @@ def run(mesh, placements, group=None, parameters=None, buffers=None, samples=5, 
 
 CASES = {
     "one rank": {"mesh": (1,), "placements": (N,)},
-    "samples": {"mesh": (2,), "placements": (N,)},
     "samples, an empty shard": {"mesh": (3,), "placements": (N,), "samples": 2},
-    "rows": {"mesh": (3,), "placements": (H,)},
     "columns, two empty shards": {"mesh": (4,), "placements": (W,)},
     "samples and rows": {"mesh": (2, 2), "placements": (N, H)},
     "samples, with replicas": {"mesh": (2, 2), "placements": (N, R), "group": "dp"},
