@@ -25,14 +25,11 @@ if TYPE_CHECKING:
 def _on_shards(call: Call) -> Tensor | None:
     """Computes ``call`` on the shards of this rank; returns a DTensor placed like the input. Returns None if the input
     is not a DTensor."""
-    input, weight, bias, residual, (mean, var, batches) = call[:5]
+    input, weight, bias, residual = call[:4]
     if not is_distributed(input):
         return None
     shards = _Shards(input)
-    buffers = ops.Buffers(*(
-        shards.buffer(name, buffer)
-        for name, buffer in (("running_mean", mean), ("running_var", var), ("num_batches_tracked", batches))
-    ))  # fmt: skip
+    buffers = ops.Buffers(*map(shards.buffer, ops.Buffers._fields, call.buffers))
     if call.has_mask:
         raise TypeError("mask: expected None with a DTensor input, got a mask; call the layer with to_local()")
     if call.training:

@@ -222,6 +222,5 @@ def compared_exchange(call: Call, options: Options, communicator: Communicator) 
     elif layer is not None:
         name = history.numbered(name, layer, kind)
     signature = signature_of(name, kind, shared_options(call, options), uses_sums(call.input, communicator))
-    # Tensors without values have no record.
     record = history.record_of(call.input.device.type) if type(call.input) is Tensor else None
     return partial(RankExchange, signature, record, communicator, history)

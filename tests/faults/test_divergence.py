@@ -17,20 +17,10 @@ import bagua_syncbn
 from bagua_syncbn import ops
 from bagua_syncbn.reliability import faults
 from bagua_syncbn.reliability.history import CallHistory, history_in
-from tests.faults.programs import (
-    REFUSED,
-    STEP,
-    Program,
-    backward,
-    forward,
-    is_odd,
-    message_of,
-    own_group,
-    own_model,
-    set_in,
-)
+from tests.faults.programs import REFUSED, STEP, Program, backward, forward, is_odd, own_group, own_model, set_in
 from tests.helpers.observed import collectives
 from tests.helpers.replicated import parallel
+from tests.helpers.told import message_of
 
 DIFFER = "ranks made different calls"
 FAILED_BEFORE = "this group failed before"
