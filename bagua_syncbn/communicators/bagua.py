@@ -13,17 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..groups import LOCAL, Communicator, RankGroup
-from ..groups.spec import Rule, members_by, text_of
+from ..groups import Communicator, RankGroup
+from ..groups.spec import Rule, members_by
 
 # torch.distributed runs in every Bagua job with the same ranks.
 from .torch_engine import is_in_job as is_in_job
 from .torch_engine import rank_and_size as rank_and_size
 from .torch_engine import ranks_of as ranks_of
 from .torch_engine import running_job
-
-# Communicators by ranks, for groups and RankGroups alike.
-_communicators: dict[tuple[int, ...], "BaguaCommunicator"] = {}
 
 
 class BaguaCommunicator:
@@ -126,23 +123,15 @@ def given(process_group: Any) -> tuple[Rule, Callable[[], Any]] | None:
     return rule, lambda: process_group
 
 
-def communicator_of(rule: Rule, given: Any) -> Communicator:
-    """Returns the layers' communicator, which all ranks create at the first use."""
-    ranks = ranks_of(rule)
-    if len(ranks) == 1:
-        return LOCAL
-    communicator = _communicators.get(ranks)
-    if communicator is None:
-        # Bagua's constructor holds the GIL while it waits for all members. But the scheduler's thread needs the GIL,
-        # and a peer may wait for this scheduler before it calls the constructor, so members wait here first.
-        with running_job().meeting(f"bagua {ranks}", ranks, text_of(rule)) as meeting:
-            meeting.exchange()
-            communicator = _communicators[ranks] = BaguaCommunicator(_make_group(ranks))
-    return communicator
+def communicator_of(rule: Rule, given: Any, creates: bool) -> Communicator | None:
+    """Returns the layers' communicator, or None if it does not exist and ``creates`` is False."""
+    # Bagua's constructor holds the GIL while it waits for all members. But the scheduler's thread needs the GIL, and a
+    # peer may wait for this scheduler before it calls the constructor, so the job lets members wait first.
+    return running_job().communicator("layers", rule, None, creates, make_communicator)  # type: ignore[no-any-return]
 
 
-def _make_group(ranks: tuple[int, ...]) -> Any:
-    """Creates a group like Bagua's ``new_group``, but named after its ranks.
+def make_communicator(ranks: tuple[int, ...]) -> BaguaCommunicator:
+    """Creates a communicator with a new group like Bagua's ``new_group``, but named after its ranks.
 
     ``new_group`` numbers groups. Ranks outside this group do not make this call, so the numbers of later groups would
     differ, and ranks would wait for each other forever.
@@ -153,7 +142,7 @@ def _make_group(ranks: tuple[int, ...]) -> Any:
     group = communication.BaguaProcessGroup(list(ranks), torch.cuda.Stream(_device(), priority=-1), name)
     communication._pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     communication._pg_map[name] = group
-    return group
+    return BaguaCommunicator(group)
 
 
 def to_bagua_group(process_group: Any) -> Any:

@@ -68,6 +68,7 @@ class TorchCommunicator:
     group that outlives ``destroy_process_group`` abort the process at exit. Compiled code holds the group's name.
     """
 
+    begins = True  # whether messages can be started without waiting for peers
     __slots__ = ("__weakref__", "_group", "name", "rank", "size")
 
     def __init__(self, group: Any) -> None:

@@ -2,8 +2,6 @@
 
 Between hosts, a message takes three steps: the ranks on each host exchange it through shared memory, the carriers (the
 first rank on each host) exchange their hosts' rows with collectives, and each carrier shares the result with its host.
-A carrier that begins a message without waiting cannot relay it. It marks its row instead; all ranks then resend the
-message with collectives of the whole group.
 """
 
 from __future__ import annotations
@@ -19,19 +17,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..torch_internals.groups import backend_and_store, is_gloo_on_cpu, make_group, timeout_of
-from .c10d import AsyncCollective, TorchCommunicator, end_with, leave_through, transports
+from .c10d import TorchCommunicator, end_with, leave_through, transports
 from .jobs import host_name
 from .meeting import Meeting
-from .shared import GATHER, MOST_BYTES, SUM, Published, SharedCommunicator, first_problem, problem, share
+from .shared import GATHER, MOST_BYTES, SUM, SharedCommunicator, first_problem, problem, share
 
 _log = logging.getLogger("bagua_syncbn")
-
-_BEGIN = {GATHER: TorchCommunicator.begin_all_gather, SUM: TorchCommunicator.begin_all_reduce}
 
 
 class HostsCommunicator(SharedCommunicator):
     """A :class:`SharedCommunicator` for each host, plus a :class:`TorchCommunicator` between the carriers."""
 
+    begins = False  # a carrier must wait for the ranks on its host
     __slots__ = ("_carriers", "_free", "_most", "_order")
 
     def __init__(self, group: Any, segment: Any, hosts: Sequence[Sequence[int]], carriers: Any) -> None:
@@ -43,50 +40,27 @@ class HostsCommunicator(SharedCommunicator):
         self._free = Lock()
 
     def _fits(self, kind: int, packed: Tensor) -> bool:
-        values = (self.size if kind == GATHER else 1) * (packed.numel() + 1)  # in the last step
-        return super()._fits(kind, packed) and values * packed.element_size() <= MOST_BYTES
+        bytes_in_last_step = (self.size if kind == GATHER else 1) * packed.numel() * packed.element_size()
+        return super()._fits(kind, packed) and bytes_in_last_step <= MOST_BYTES
 
     def _exchange(self, kind: int, packed: Tensor, target: Tensor) -> Tensor:
         if not self._free.acquire(blocking=False):
             raise RuntimeError("process_group: another thread is using this group; use one thread at a time")
         try:
-            rows = self._cross(kind, packed)
-            if rows[:, -1].any():
-                return target.copy_(_BEGIN[kind](self, packed.clone()).wait())
-            return target.copy_(rows[:, :-1].view_as(target))
+            sent = packed.new_zeros((self._most if kind == GATHER else 1, packed.numel()))
+            super()._exchange(kind, packed, sent)
+            if self._carriers is None:
+                result = torch.zeros_like(target)
+            elif kind == GATHER:
+                result = self._carriers.all_gather(sent.view(-1)).unflatten(1, sent.shape).flatten(0, 1)[self._order]
+            else:
+                result = self._carriers.all_reduce(sent[0])
+            return super()._exchange(SUM, result, target)  # only the carrier's row is nonzero
         except BaseException as error:
             self.leave(f"rank {self.rank} has left the group: {str(error) or type(error).__name__}")
             raise
         finally:
             self._free.release()
-
-    def _cross(self, kind: int, packed: Tensor) -> Tensor:
-        """Returns all ranks' rows, or a single row with their sum; the last element of each row is the mark."""
-        message, sent = self._marked(kind, packed, 0)
-        super()._exchange(kind, message, sent)
-        if self._carriers is None:
-            result = packed.new_zeros((self.size if kind == GATHER else 1, message.numel()))
-        elif kind == GATHER:
-            result = self._carriers.all_gather(sent.view(-1)).view(-1, message.numel())[self._order]
-        else:
-            result = self._carriers.all_reduce(sent.view(-1)).view(1, -1)
-        if sent[:, -1].any():  # all ranks on the host read the mark
-            return sent
-        return super()._exchange(SUM, result, result)  # only the carrier's row is nonzero
-
-    def _marked(self, kind: int, packed: Tensor, mark: int) -> tuple[Tensor, Tensor]:
-        """Returns this rank's message with the mark, and a buffer for the host's rows."""
-        message = packed.new_full((packed.numel() + 1,), mark)
-        message[:-1] = packed
-        return message, packed.new_zeros((self._most if kind == GATHER else 1, message.numel()))
-
-    def _begin(self, kind: int, packed: Tensor) -> AsyncCollective:
-        message, sent = self._marked(kind, packed, 1)
-        sent[0] = message
-        self._native.publish(self._segment, kind, message.data_ptr(), message.numel(), message.element_size())
-        carried = [] if self._carriers is None else [_BEGIN[kind](self._carriers, sent.view(-1))]
-        self._begun.append(Published(self, sent, *carried, _BEGIN[kind](self, packed.clone())))
-        return self._begun[-1]
 
 
 @transports.register

@@ -2,7 +2,7 @@
 
 import hashlib
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -10,10 +10,10 @@ from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-from ..groups import RankGroup, text_of_ranks
+from ..groups import LOCAL, RankGroup, text_of_ranks
 from ..groups.spec import NODE, Ranks, Rule, description_of, members_by, text_of
 from ..torch_internals import groups as torch_groups
-from .c10d import TorchCommunicator, end_with, is_alive, transports
+from .c10d import TorchCommunicator, end_with, transports
 from .meeting import Meeting
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -30,10 +30,10 @@ class Job:
         self._backend, self._store = torch_groups.backend_and_store(world)
         self._device = torch_groups.bound_device(world)
         self._timeout = torch_groups.timeout_of(world)
-        self._ranks: dict[Rule, Ranks] = {}  # results of agreements
+        self._ranks: dict[Rule, Ranks] = {}  # of the rules in use
         self._agreeing = Lock()
-        # Communicators, keyed by the group that provides backend and timeout: the default or a given group.
-        self._communicators: WeakKeyDictionary[Any, dict[str, TorchCommunicator]] = WeakKeyDictionary()
+        # Communicators of users and ranks, keyed by the group that they end with: the default or a given group.
+        self._communicators: WeakKeyDictionary[Any, dict[tuple[str, Ranks], Any]] = WeakKeyDictionary()
         self._creating: dict[str, Lock] = {}
 
     def ranks_of(self, rule: Rule) -> Ranks:
@@ -47,7 +47,7 @@ class Job:
         """
         ranks = members_by(rule, self.rank, self.size)
         if ranks is not None and (self.size == 1 or isinstance(rule, RankGroup)):
-            return ranks
+            return self._ranks.setdefault(rule, ranks)
         with self._agreeing:
             if rule not in self._ranks:
                 same_host = self._agree_on(rule)
@@ -57,7 +57,7 @@ class Job:
     def _agree_on(self, rule: Rule) -> Ranks:
         """Checks that all ranks have the same ``rule``. For "node", returns the ranks on this host."""
         text, host = str(description_of(rule)), list(host_name()) if rule == NODE else []
-        with self.meeting("agreement", range(self.size), text_of(rule)) as meeting:
+        with self._meeting("agreement", range(self.size), text_of(rule)) as meeting:
             brought = meeting.exchange([text, host])
         texts = [text for text, _ in brought]
         if len(set(texts)) > 1:
@@ -65,29 +65,58 @@ class Job:
             raise ValueError(f"process_group: expected the same on all {self.size} ranks of the job, got {got}")
         return tuple(rank for rank, (_, other) in enumerate(brought) if other == host)
 
-    def layers_communicator(self, rule: Rule, given: Any = None) -> TorchCommunicator:
-        """Returns the communicator of a group that only layers use; members create it at the first use.
+    def communicator(
+        self, user: str, rule: Rule, given: Any = None, creates: bool = True, make: Callable[[Ranks], Any] | None = None
+    ) -> Any:
+        """Returns the communicator for ``user`` ("layers" or "user"), which members create at the first use.
 
         Each ``given`` group has its own communicator, which has the group's backend and timeout and is destroyed with
-        it. By default, these are the job's.
+        it. By default, these are the job's. Layers get LOCAL for a single rank.
+
+        torch's ``new_group`` numbers groups either per job, which involves all ranks, or per rank, where members that
+        have created different numbers of groups would wait forever. Instead, members agree on the group's name.
+
+        Args:
+            creates: if False, returns None if the communicator does not exist yet.
+            make: creates the communicator of another engine.
 
         Raises:
             ValueError, RuntimeError: as :meth:`ranks_of`; or some members did not arrive within the timeout of the job,
                 or of the ``given`` group if it is shorter.
         """
-        ranks = self.ranks_of(rule)
+        ranks = self.ranks_of(rule) if creates else self._ranks.get(rule)
+        if ranks is None or (user == "layers" and len(ranks) == 1):
+            return ranks and LOCAL
+        model = given or self._world()
+        known = self._communicators.setdefault(model, {})
+        if not creates:
+            return known.get((user, ranks))
+        key = f"{user} {ranks} {given.group_name if given else ''}"
+        name = f"bagua_syncbn:{hashlib.sha1(key.encode(), usedforsecurity=False).hexdigest()}"
         what = text_of(rule) if given is None else f"group {given.group_name!r} of {text_of_ranks(ranks)}"
-        return self._communicator("layers", ranks, what, given)
+        with self._creating.setdefault(name, Lock()):
+            if (user, ranks) not in known:
+                with self._meeting(name, ranks, what, torch_groups.timeout_of(model)) as meeting:
+                    meeting.exchange()
+                    known[user, ranks] = make(ranks) if make else self._make(user, ranks, given, name, meeting)
+            return known[user, ranks]
+
+    def _make(self, user: str, ranks: Ranks, given: Any, name: str, meeting: Meeting) -> TorchCommunicator:
+        store, model = meeting.store or self._store, given or self._world()
+        group = torch_groups.make_group(ranks, model, store, f"{name}:{meeting.attempt}", self._device)
+        if given is not None:
+            end_with(given, group)
+        found = (transport(group, meeting) for transport in transports) if user == "layers" else ()
+        return next(filter(None, found), None) or TorchCommunicator(group)
 
     def users_group(self, rule: Rule) -> Any:
         """Returns a group for the user: the default group if it has the same ranks, else a new one.
 
         Never returns the layers' group, so that user messages cannot interleave with the layers' messages.
         """
-        ranks = self.ranks_of(rule)
-        return self._world() if len(ranks) == self.size else self._communicator("user", ranks, text_of(rule)).group
+        return self._world() if len(self.ranks_of(rule)) == self.size else self.communicator("user", rule).group
 
-    def meeting(self, name: str, ranks: Sequence[int], what: str, limit: timedelta | None = None) -> Meeting:
+    def _meeting(self, name: str, ranks: Sequence[int], what: str, limit: timedelta | None = None) -> Meeting:
         """Returns a meeting of ``ranks`` for the first use of ``what``; ``limit`` may shorten the job's timeout."""
         store: Any = None if str(self._backend) == "fake" else self._store
         with suppress(AttributeError, RuntimeError):  # some stores cannot be cloned
@@ -95,42 +124,7 @@ class Job:
         timeout = self._timeout if limit is None else min(limit, self._timeout)
         return Meeting(store, name, self.rank, ranks, timeout, what)
 
-    def _communicator(self, user: str, ranks: Ranks, what: str, given: Any = None) -> TorchCommunicator:
-        """Returns the communicator of ``ranks`` for ``user``: "layers" or "user". All members must call this.
-
-        torch's ``new_group`` numbers groups either per job, which involves all ranks, or per rank, where members that
-        have created different numbers of groups would wait forever. Instead, members agree on the group's name.
-        """
-        model = given or self._world()
-        key = f"{user} {ranks} {given.group_name if given else ''}"
-        name = f"bagua_syncbn:{hashlib.sha1(key.encode(), usedforsecurity=False).hexdigest()}"
-        with self._creating.setdefault(name, Lock()):
-            known = self._communicators.setdefault(model, {})
-            if name not in known or not is_alive(known[name]._group()):
-                with self.meeting(name, ranks, what, torch_groups.timeout_of(model)) as meeting:
-                    meeting.exchange()
-                    store = meeting.store or self._store
-                    group = torch_groups.make_group(ranks, model, store, f"{name}:{meeting.attempt}", self._device)
-                    if given is not None:
-                        end_with(given, group)
-                    found = (transport(group, meeting) for transport in transports) if user == "layers" else ()
-                    known[name] = next(filter(None, found), None) or TorchCommunicator(group)
-            return known[name]
-
 
 def host_name() -> tuple[str, str]:
     """Returns host name and boot ID; machines started from the same image may share a name."""
     return socket.gethostname(), _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
-
-
-_jobs: WeakKeyDictionary[Any, Job] = WeakKeyDictionary()
-_finding_job = Lock()
-
-
-def job_of(world: Any) -> Job:
-    """Returns the job with the default group ``world``."""
-    with _finding_job:
-        job = _jobs.get(world)
-        if job is None:
-            job = _jobs[world] = Job(world)
-    return job

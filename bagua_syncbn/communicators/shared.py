@@ -106,26 +106,21 @@ class SharedCommunicator(TorchCommunicator):
 
 
 class Published(AsyncCollective):
-    """A message that this rank has published; it has not waited for peers.
+    """A message that this rank has published; it has not waited for peers."""
 
-    ``wait`` first waits for the messages in ``begun``, and returns the last result, or else ``target``.
-    """
-
-    def __init__(self, communicator: SharedCommunicator, target: Tensor, *begun: AsyncCollective) -> None:
-        self._communicator, self._target, self._result, self._all = communicator, target, target, begun
+    def __init__(self, communicator: SharedCommunicator, target: Tensor) -> None:
+        self._communicator, self._target = communicator, target
 
     def wait(self) -> Tensor:
         communicator = self._communicator
         if self in communicator._begun:
             communicator._begun.remove(self)
-            for message in self._all:
-                self._result = message.wait()
             try:
                 communicator._native.collect(communicator._segment, self._target.data_ptr())
             except RuntimeError as error:
                 communicator._raise_reason(error)
                 raise
-        return self._result
+        return self._target
 
 
 def _target(kind: int, packed: Tensor, ranks: int) -> Tensor:

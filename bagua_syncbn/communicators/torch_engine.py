@@ -4,14 +4,14 @@ import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch.distributed as dist
 
-from ..groups import DESTROYED, FORKED, LOCAL, Communicator, GroupSpec, RankGroup
+from ..groups import DESTROYED, FORKED, Communicator, GroupSpec, RankGroup
 from ..groups.spec import Ranks, Rule
 from .c10d import IS_AVAILABLE, is_alive
-from .jobs import Job, job_of
+from .jobs import Job
 
 # Returns the job's default group, or None. A partial for speed: every layer call calls it.
 default_group: Callable[[], Any] = partial(getattr, dist.group, "WORLD") if IS_AVAILABLE else lambda: None
@@ -49,13 +49,15 @@ def ranks_of(rule: Rule) -> Ranks:
     return running_job().ranks_of(rule)
 
 
-def communicator_of(rule: Rule, given: Any) -> Communicator:
-    """Returns the layers' communicator; each ``given`` group has its own."""
-    job, group = running_job(), None if rule is None else given
+def communicator_of(rule: Rule, given: Any, creates: bool) -> Communicator | None:
+    """Returns the layers' communicator, or None if it does not exist and ``creates`` is False."""
+    group = None if rule is None else given
     if group is not None and not is_alive(group):
         raise RuntimeError(DESTROYED)
-    return LOCAL if len(job.ranks_of(rule)) == 1 else job.layers_communicator(rule, group)
+    return running_job().communicator("layers", rule, group, creates)  # type: ignore[no-any-return]
 
+
+_jobs: WeakKeyDictionary[Any, Job] = WeakKeyDictionary()  # keyed by default group
 
 # The parent's default groups, in a forked child.
 _inherited: WeakSet[Any] = WeakSet()
@@ -75,7 +77,7 @@ def running_job() -> Job:
     world = default_group()
     if world in _inherited:
         raise RuntimeError(FORKED)
-    return job_of(world)
+    return _jobs.get(world) or _jobs.setdefault(world, Job(world))
 
 
 def is_process_group(process_group: object) -> bool:

@@ -1,6 +1,7 @@
 """``import bagua_syncbn.contrib`` makes scripts for Bagua use this package, whether Bagua is installed or not.
 
-If Bagua is installed, this package's SyncBatchNorm replaces Bagua's for later imports. Otherwise modules get a method
+If Bagua is installed, this package's SyncBatchNorm replaces Bagua's for later imports, and Bagua's layers can be
+converted. Otherwise modules get a method
 ``with_bagua``, which calls :func:`~bagua_syncbn.with_bagua`; import from
 :mod:`bagua_syncbn.contrib.sync_batchnorm` and :mod:`bagua_syncbn.contrib.algorithms` instead of from Bagua.
 
@@ -29,7 +30,6 @@ except ModuleNotFoundError as error:
     _theirs = None
 
 has_bagua = _theirs is not None
-_original: Any = _theirs.SyncBatchNorm if has_bagua else None
 
 
 def _method(module: nn.Module, *args: Any, do_flatten: bool = True, **kwargs: Any) -> nn.Module:
@@ -37,26 +37,8 @@ def _method(module: nn.Module, *args: Any, do_flatten: bool = True, **kwargs: An
     return with_bagua(module, *args, **kwargs)
 
 
-def replace() -> None:
-    """Replaces Bagua's class with :class:`SyncBatchNorm`, and registers a converter for Bagua's layers.
-
-    Without Bagua, adds the method ``with_bagua`` to modules. Importing this package calls it; call it again after
-    :func:`restore`.
-    """
-    if has_bagua:
-        _theirs.SyncBatchNorm = SyncBatchNorm
-        register_converter(_original, lambda layer: SyncBatchNorm)
-    else:
-        nn.Module.with_bagua = _method  # type: ignore[attr-defined]
-
-
-def restore() -> None:
-    """Restores Bagua's class, or removes the method. Converted models do not change back."""
-    if has_bagua:
-        _theirs.SyncBatchNorm = _original
-        register_converter(_original, None)
-    elif hasattr(nn.Module, "with_bagua"):
-        del nn.Module.with_bagua
-
-
-replace()
+if _theirs is None:
+    nn.Module.with_bagua = _method  # type: ignore[attr-defined]
+elif _theirs.SyncBatchNorm is not SyncBatchNorm:
+    register_converter(_theirs.SyncBatchNorm, lambda layer: SyncBatchNorm)
+    _theirs.SyncBatchNorm = SyncBatchNorm

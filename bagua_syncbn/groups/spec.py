@@ -8,7 +8,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
-from weakref import WeakKeyDictionary, WeakValueDictionary, ref
+from weakref import ref
 
 import torch
 
@@ -97,8 +97,11 @@ class Engine(Protocol):
     def ranks_of(self, rule: Rule) -> Ranks:
         """Returns the members of this rank's group. On the first use of a rule, all ranks must call this."""
 
-    def communicator_of(self, rule: Rule, given: Any) -> Communicator:
-        """Returns the layers' communicator, which all ranks create; each ``given`` group has its own."""
+    def communicator_of(self, rule: Rule, given: Any, creates: bool) -> Communicator | None:
+        """Returns the layers' communicator, which all ranks create; each ``given`` group has its own.
+
+        Unless ``creates``, returns None if it does not exist yet.
+        """
 
 
 engines: Registry[Engine] = Registry()
@@ -111,9 +114,6 @@ FORKED = (
     "cannot synchronize in a forked process, such as a DataLoader worker; call the model in the parent, call it in "
     "evaluation mode, or start the worker by spawn"
 )
-
-# Communicators, keyed by job, then by rule and given group, so that equal specifications share a communicator.
-_ready: WeakKeyDictionary[Any, WeakValueDictionary[Any, Communicator]] = WeakKeyDictionary()
 
 
 def running() -> Engine | None:
@@ -170,23 +170,14 @@ class GroupSpec:
             return None if self._is_gone() else LOCAL
         if self._world() is job:
             return self._communicator
-        ready = None if self._is_gone() else _ready.get(job)
-        communicator = None if ready is None else ready.get(self._key())
-        if communicator is not None:
-            self._keep(job, communicator)
-        return communicator
+        return None if self._is_gone() else self._ask_engine(creates=False)
 
     def _create(self) -> Communicator:
         """Creates the communicator. All ranks of the group call this."""
         if self._is_gone():
             raise RuntimeError(DESTROYED)
-        engine = running()
-        assert engine is not None
-        world = engine.default_group()
-        communicator = engine.communicator_of(self.rule, None if self.given is None else self.given())
-        if communicator is not LOCAL:
-            _ready.setdefault(world, WeakValueDictionary())[self._key()] = communicator
-        self._keep(world, communicator)
+        communicator = self._ask_engine(creates=True)
+        assert communicator is not None
         return communicator
 
     @untraced
@@ -195,16 +186,19 @@ class GroupSpec:
         if self.communicator_if_ready() is None:
             self._create()
 
-    def _key(self) -> tuple[Any, ...]:
-        return self.rule, None if self.rule is None else self.given
-
-    def _keep(self, world: Any, communicator: Communicator) -> None:
-        """Caches ``communicator`` until the job of ``world`` ends."""
+    def _ask_engine(self, creates: bool) -> Communicator | None:
+        """Returns the engine's communicator, and caches it until the job ends."""
 
         def clear(_: Any) -> None:
             self._communicator = None
 
-        self._world, self._communicator = ref(world, clear), communicator
+        engine = running()
+        assert engine is not None
+        world = engine.default_group()
+        communicator = engine.communicator_of(self.rule, None if self.given is None else self.given(), creates)
+        if communicator is not None:
+            self._world, self._communicator = ref(world, clear), communicator
+        return communicator
 
     def size(self) -> int:
         """Returns the number of ranks, and does not create the group, except for "node", which ranks agree on."""

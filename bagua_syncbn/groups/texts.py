@@ -2,23 +2,14 @@
 
 from collections.abc import Iterable
 
-_MOST = 8  # maximum number of texts in a message, and of rank ranges in a text
+_MOST = 8  # maximum number of ranks in a text, and of texts in a message
 
 
 def text_of_ranks(ranks: Iterable[int]) -> str:
-    """Returns ascending ranks as text: "rank 3", "ranks 0, 1" or "ranks 0-511, 513-1023".
-
-    Names at most eight ranges and counts the remaining ranks.
-    """
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if not runs or rank != runs[-1][-1] + 1:
-            runs.append([])
-        runs[-1].append(rank)
-    named = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs[:_MOST]]
-    more = sum(map(len, runs[_MOST:]))
-    several = "s" * (len(runs) > 1 or len(runs[0]) > 1)
-    return f"rank{several} {', '.join(named)}{f' and {more} more' * (more > 0)}"
+    """Returns ranks as text: "rank 3", "ranks 0, 1" or "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 504 more"."""
+    ranks = list(ranks)
+    more = f" and {len(ranks) - _MOST} more" if len(ranks) > _MOST else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_MOST]))}{more}"
 
 
 def ranks_by_text(texts: Iterable[tuple[int, str]]) -> list[tuple[str, str]]:

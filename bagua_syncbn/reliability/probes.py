@@ -88,11 +88,12 @@ def report_error(process_group: Any, layer: Any, error: Exception) -> None:
             return
         what = f"{type(error).__name__} in {name}, call {history.calls + 1}"
         history.failure = what  # set first, because an interrupt may abort this function
-        if history.sending is not None:  # peers may expect this message or the next
-            leave(communicator, what, error)
+        text = f"{what}: {str(error).removeprefix(f'{name}: ')}"
+        if history.sending is not None or not communicator.begins:  # peers may expect this message or the next
+            communicator.leave(f"rank {communicator.rank} has left the group: {text}")
             return
         probe = Probe(history, RAISED, communicator, device)
-        probe.begin(communicator, f"{what}: {str(error).removeprefix(f'{name}: ')}" if at_once else None)
+        probe.begin(communicator, text if at_once else None)
         history.pending = probe
 
 

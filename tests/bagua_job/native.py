@@ -112,11 +112,6 @@ class HostCommunicator:
         with self._noted("allgather", sent):
             self._gloo.allgather([list(received.chunk(self.nranks()))], [sent]).wait()
 
-    def allgather_inplace(self, tensor):
-        with self._noted("allgather", received := memory_of(tensor)):
-            parts = list(received.chunk(self.nranks()))
-            self._gloo.allgather([parts], [parts[self.rank()].clone()]).wait()
-
     def allreduce_inplace(self, tensor, op):
         assert op in (0, 10), op  # SUM, AVG
         with self._noted("allreduce", reduced := memory_of(tensor)):
@@ -149,11 +144,6 @@ class HostBucket:
     def append_centralized_synchronous_op(self, inter, intra, hierarchical, average=True, **_):
         communicator = intra if hierarchical else inter
         return self._append(lambda: [communicator.sum(memory_of(tensor), average) for tensor in self.tensors])
-
-    def append_decentralized_synchronous_op(self, inter, intra, hierarchical, **_):
-        return self.append_centralized_synchronous_op(inter, intra, hierarchical)
-
-    append_low_precision_decentralized_synchronous_op = append_decentralized_synchronous_op
 
     def append_decentralized_asynchronous_op(self, *_, **__):
         return self._append(lambda: None)
@@ -203,11 +193,11 @@ def reset():
     """Makes Bagua and this package forget their job."""
     import bagua.torch_api.communication as communication
 
-    import bagua_syncbn.communicators.bagua as ours
+    from bagua_syncbn.communicators import torch_engine
 
     communication._default_pg = communication._default_store = communication._autotune_service_port = None
     communication._group_count = 0
-    for known in (ours._communicators, HostCommunicator.made, communication._pg_map, communication._pg_group_ranks):
+    for known in (torch_engine._jobs, HostCommunicator.made, communication._pg_map, communication._pg_group_ranks):
         known.clear()
     for name in ("get_communicator", "_get_rank_mappings", "get_hyperparameters_service_client", "get_backend"):
         getattr(communication, name).cache_clear()

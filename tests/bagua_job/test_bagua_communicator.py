@@ -16,7 +16,7 @@ from torch.profiler import profile
 from bagua_syncbn import SyncBatchNorm, SyncBatchNorm1d, convert_sync_batchnorm, with_bagua
 from bagua_syncbn.communicators import LOCAL, Communicator, RankGroup, bagua
 from tests.bagua_job.native import HostCommunicator, Watch, current_stream, log
-from tests.helpers.own_groups import check_refused, communicator_of, mean_over
+from tests.helpers.own_groups import check_refused, communicator_of, forget_groups, mean_over
 
 COLLECTIVES = ("allgather", "allreduce", "broadcast")
 
@@ -95,7 +95,8 @@ def test_ranks_wait_in_python_until_all_members_make_the_first_use(tmp_path):
         constructor(*args, **kwargs)
 
     layer = SyncBatchNorm(2, process_group=communication.BaguaProcessGroup([0, 1], None, "another"))
-    with patch.object(bagua, "_communicators", {}), patch.object(HostCommunicator, "__init__", construct):
+    forget_groups()
+    with patch.object(HostCommunicator, "__init__", construct):
         if dist.get_rank() == 1:
             time.sleep(0.5)
             store.set("rank 1 is there", "")
@@ -146,11 +147,12 @@ def test_only_members_use_a_group():
 
 @pytest.mark.ranks(2)
 def test_a_tensor_on_another_device_raises():
-    layer = SyncBatchNorm(2, process_group=2)  # no other test uses its communicator
+    layer = SyncBatchNorm(2, process_group=2)
     on_cuda = patch.object(bagua, "_device", lambda: torch.device("cuda", 0))
-    wrong = pytest.raises(RuntimeError, match="input: expected a tensor on cuda:0, this rank's device, got cpu")
-    with on_cuda, patch.object(bagua, "_communicators", {}), wrong:
+    forget_groups()
+    with on_cuda, pytest.raises(RuntimeError, match="input: expected a tensor on cuda:0, this rank's device, got cpu"):
         layer(torch.randn(4, 2))
+    forget_groups()
     assert layer.num_batches_tracked == 0
     assert layer.eval()(torch.randn(4, 2)).shape == (4, 2)
 

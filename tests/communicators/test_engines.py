@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from bagua_syncbn import SyncBatchNorm, sync_group
-from bagua_syncbn.communicators import TorchCommunicator, jobs, torch_engine
+from bagua_syncbn.communicators import TorchCommunicator, torch_engine
 from bagua_syncbn.groups import LOCAL, RankGroup, engines, spec_of
 from bagua_syncbn.groups.spec import members_by
 from tests.helpers.cases import Case, compare, run_rank
@@ -26,7 +26,7 @@ class Group:
 @contextmanager
 def running():
     """Context manager in which an engine with a single group object runs the job over gloo; yields the group."""
-    whole, known, others = Group(*range(dist.get_world_size())), {}, engines[:]
+    whole, others = Group(*range(dist.get_world_size())), engines[:]
 
     def given(group):
         if not isinstance(group, Group):
@@ -35,15 +35,10 @@ def running():
         members_by(rule, *torch_engine.rank_and_size())
         return rule, lambda: group
 
-    def create(rule, given):
-        ranks = torch_engine.ranks_of(rule)
-        if len(ranks) == 1:
-            return LOCAL
-        if ranks not in known:
-            known[ranks] = jobs.job_of(dist.group.WORLD).layers_communicator(RankGroup(ranks))
-        return known[ranks]
+    def communicator_of(rule, given, creates):
+        return torch_engine.running_job().communicator("layers", rule, None, creates)
 
-    functions = {"default_group": lambda: whole, "given": given, "communicator_of": create}
+    functions = {"default_group": lambda: whole, "given": given, "communicator_of": communicator_of}
     engines.append(SimpleNamespace(**vars(torch_engine) | functions))
     try:
         yield whole

@@ -28,9 +28,7 @@ KINDS = {
 
 
 @pytest.mark.ranks(2, new_job=True)  # earlier tests may keep their job's group alive
-@pytest.mark.parametrize(
-    ("kind", "compiles"), [*((kind, False) for kind in KINDS), ("default", True), ("explicit", True)]
-)
+@pytest.mark.parametrize(("kind", "compiles"), [*((kind, False) for kind in KINDS), ("explicit", True)])
 def test_outputs_layers_graphs_and_compiled_models_keep_no_group_alive(kind, compiles):
     process_group, group = KINDS[kind]()
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
@@ -43,8 +41,7 @@ def test_outputs_layers_graphs_and_compiled_models_keep_no_group_alive(kind, com
     losses = [model(torch.randn(5, 4)).square().sum() for _ in range(2)]
     losses[0].backward()
     own = communicator_of(process_group).group
-    # torch's compiler keeps the default group alive for any model.
-    watched = [ref(one) for one in (group, own) if not (compiles and one is dist.group.WORLD)]
+    watched = [ref(group), ref(own)]
     group = own = process_group = None
     dist.destroy_process_group()
     assert [one() for one in watched] == [None] * len(watched), "something keeps a destroyed group alive"

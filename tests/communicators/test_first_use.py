@@ -67,10 +67,7 @@ def first_uses(store, room, *kinds):
 
 
 @pytest.mark.parametrize(("store", "kinds"), [
-    ("file", ("everyone", "given")),
-    ("tcp", ("given", "number")),
-    ("file", ("ranks", "everyone")),
-    *((kind, ("everyone", None)) for kind in ("file", "tcp")),
+    ("tcp", ("given", "number")), ("file", ("ranks", "everyone")), ("file", ("everyone", None)),
 ], indirect=["store"])  # fmt: skip
 def test_missing_ranks_are_named_in_time(new_jobs, tmp_path, store, kinds):
     results = new_jobs.run(first_uses, 2, store, str(tmp_path / "room"), *kinds)
@@ -143,7 +140,7 @@ def interrupted_first_use(store, number):
     dist.barrier()
 
 
-@pytest.mark.parametrize("store", ["file", "tcp"], indirect=True)
+@pytest.mark.parametrize("store", ["tcp"], indirect=True)
 @pytest.mark.parametrize("number", [1, 2, 3, pytest.param(5, marks=needs_shared_memory)])
 def test_an_interrupted_first_use_ends_on_all_ranks(new_jobs, store, number):
     new_jobs.run(interrupted_first_use, 2, store, number)

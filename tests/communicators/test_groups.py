@@ -93,16 +93,11 @@ def test_only_members_make_a_layers_group():
 
 
 CASES = [Case((3, 3), (channels,), torch.float64, steps=4) for channels in range(1, 5)]
-GIVEN = {
-    "ranks": lambda: dist.new_group([0, 1]),
-    "all": dist.new_group,
-    "local": lambda: dist.new_group([0, 1], use_local_synchronization=True),
-}
 
 
-def run_in_threads(kind):
+def run_in_threads():
     """Runs each case in a separate thread and group. The threads start in a different order on each rank."""
-    rank, given = dist.get_rank(), [GIVEN[kind]() for _ in CASES]
+    rank, given = dist.get_rank(), [dist.new_group([0, 1], use_local_synchronization=True) for _ in CASES]
     forget_groups()
     order = sorted(range(len(CASES)), reverse=bool(rank))
     with ThreadPoolExecutor(len(CASES)) as threads:
@@ -110,9 +105,8 @@ def run_in_threads(kind):
     return [running[index].result() for index in range(len(CASES))]
 
 
-@pytest.mark.parametrize("kind", GIVEN)
-def test_threads_with_separate_groups_do_not_interfere(pool, kind):
-    for case, *results in zip(CASES, *pool.run(run_in_threads, 2, kind), strict=True):
+def test_threads_with_separate_groups_do_not_interfere(pool):
+    for case, *results in zip(CASES, *pool.run(run_in_threads, 2), strict=True):
         compare(case, results)
 
 
@@ -149,27 +143,6 @@ def test_compiled_layers_use_the_running_job_while_an_earlier_group_lives(tmp_pa
     torch.compile(layer, backend="eager")(torch.full((2, 1), float(rank)))
     assert layer.running_mean.item() == 0.5
     assert earlier is not dist.group.WORLD
-
-
-@pytest.mark.ranks(4)
-def test_a_destroyed_group_is_created_again():
-    first = sync_group(2)
-    dist.destroy_process_group(first)
-    dist.barrier()
-    assert sync_group(2) is not first
-    assert mean_over(2) == dist.get_rank() // 2 * 2 + 0.5
-
-
-@pytest.mark.ranks(2)
-def test_a_group_of_one_works_after_its_end():
-    own = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-    layer = SyncBatchNorm(1, momentum=1.0, process_group=own)
-    layer(torch.randn(4, 1))
-    dist.destroy_process_group(own)
-    del own
-    gc.collect()
-    layer(torch.full((2, 1, 3), float(dist.get_rank())))  # a new number of dimensions, so the call is checked again
-    assert layer.running_mean.item() == dist.get_rank()
 
 
 @pytest.mark.ranks(4)
@@ -234,9 +207,9 @@ def test_groups_that_do_not_fit_the_job_raise(process_group, message):
 # Without a job, and across jobs
 
 
-@pytest.mark.parametrize("process_group", [2, "node", [[0, 1]]], ids=str)
+@pytest.mark.parametrize("process_group", [2, "node", [[0, 1]], RankGroup((0, 1))], ids=str)
 def test_descriptions_are_local_without_a_job_and_can_be_saved(process_group):
-    assert sync_group(process_group) is None
+    assert isinstance(process_group, RankGroup) or sync_group(process_group) is None
     model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(2)), process_group)
     assert f"process_group={process_group!r}" in repr(model)
     input = torch.randn(4, 2)
@@ -244,14 +217,6 @@ def test_descriptions_are_local_without_a_job_and_can_be_saved(process_group):
     for net in (model, copy.deepcopy(model), through_file(model)):
         assert net[0].process_group == process_group
         torch.testing.assert_close(net(input), expected)
-
-
-@pytest.mark.parametrize("process_group", [None, LOCAL, RankGroup((0, 1))], ids=lambda group: type(group).__name__)
-def test_groups_are_local_without_a_job(process_group):
-    communicator = communicator_of(process_group)
-    assert (communicator.size, communicator.rank) == (1, 0)
-    assert isinstance(communicator, Communicator)
-    assert ("process_group" in repr(SyncBatchNorm(1, process_group=process_group))) == (process_group is not None)
 
 
 @pytest.mark.ranks(1)
@@ -271,19 +236,15 @@ def test_each_job_resolves_descriptions_again(pool):
         assert pool.run(means_in_this_job, world_size) == expected
 
 
-NEW_GROUPS = {"all": dist.new_group, "ranks": lambda: dist.new_group([1, 0])}
-OLD_GROUPS = {"None": lambda: None, "number": lambda: 2, "lists": lambda: [[0, 1]], "sync_group": lambda: sync_group(2)}
-
-
 @pytest.mark.ranks(2, new_job=True)
-@pytest.mark.parametrize("kind", [*NEW_GROUPS, *OLD_GROUPS])
+@pytest.mark.parametrize("kind", ["new", "None", "number"])
 def test_after_a_failure_new_groups_work_and_old_ones_say_so(kind):
-    rank = dist.get_rank()
+    rank, group = dist.get_rank(), {"new": dist.new_group(), "None": None, "number": 2}[kind]
     model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(1), nn.BatchNorm1d(1, momentum=1.0)))
     with pytest.raises(RuntimeError, match="ranks made different calls"):
         model[rank](torch.randn(2, 1))
-    convert_sync_batchnorm(model, (NEW_GROUPS | OLD_GROUPS)[kind]())
-    if kind in NEW_GROUPS:
+    convert_sync_batchnorm(model, group)
+    if kind == "new":
         model(torch.full((2, 1), float(rank)))
         return
     what_works = r"convert the model again on all ranks with a new group from torch\.distributed\.new_group\(\)"
@@ -323,47 +284,39 @@ class Equal:
         return 2 * packed
 
 
-def test_equal_communicators_count_their_calls_separately():
-    first, second = Equal(), Equal()
-    assert first == second
-    assert isinstance(first, Communicator)
-    for communicator, calls in ((first, 1), (second, 2), (first, 3)):
+def test_each_communicator_counts_its_calls_and_keeps_nothing_alive():
+    communicators, histories, layers = [Equal(), Equal()], [], []
+    assert communicators[0] == communicators[1]
+    assert isinstance(communicators[0], Communicator)
+    for communicator, calls in zip(communicators, (1, 2), strict=True):
         layer = SyncBatchNorm(3, process_group=communicator)
         for _ in range(calls):
             layer(torch.randn(4, 3))
-    assert [history_in(communicator).calls for communicator in (first, second)] == [4, 2]
-
-
-def test_a_communicator_keeps_no_layer_alive_and_frees_its_history():
-    communicator = Equal()
-    layer = SyncBatchNorm(3, process_group=communicator)
-    layer(torch.randn(4, 3))
-    history, alive = history_in(communicator), weakref.ref(layer)
+        assert history_in(communicator).calls == calls
+        histories.append(weakref.ref(history_in(communicator)))
+        layers.append(weakref.ref(layer))
     del layer
     gc.collect()
-    assert alive() is None
-    alive = weakref.ref(history)
-    del communicator, history
+    assert [layer() for layer in layers] == [None, None]
+    del communicator, communicators
     gc.collect()
-    assert alive() is None
+    assert [history() for history in histories] == [None, None]
 
 
 class DeviceGroup:
     """A group of two ranks that enqueues collectives on a device and records their options."""
 
     group_name = "device"
+    size, rank = (lambda self: 2), (lambda self: 0)
 
     def __init__(self, work):
         self.work, self.options = work, []
 
-    size, rank = (lambda self: 2), (lambda self: 0)
-
-    def enqueue(self, *arguments):
+    def allreduce(self, *arguments):
         self.options.append(arguments[-1])
         return self.work
 
-    allreduce = enqueue
-    locals()[GATHER] = enqueue
+    locals()[GATHER] = allreduce
 
 
 @pytest.mark.parametrize("synchronizes_in_place", [True, False])

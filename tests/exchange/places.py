@@ -1,4 +1,4 @@
-"""Ranks that claim to be on several hosts; ``test_hosts.py`` has real hosts."""
+"""Ranks that claim to be on several hosts."""
 
 from unittest.mock import patch
 

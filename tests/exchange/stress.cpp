@@ -2,16 +2,11 @@
 //
 //   stress threads RANKS MESSAGES SEED     ranks are threads, for ThreadSanitizer, with random delays
 //   stress sleepers RANKS MESSAGES SEED    the same without spinning; also checks that sleepers are woken
-//   stress deaths                          ranks are processes that end while another one waits for them
-#include <signal.h>
-#include <sys/wait.h>
-#include <unistd.h>
-
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <memory>
 #include <random>
-#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
@@ -20,40 +15,13 @@
 
 using namespace bagua_syncbn::exchange;
 using Clock = std::chrono::steady_clock;
-using SegmentPtr = std::unique_ptr<Segment>;
 
 namespace {
 
-[[noreturn]] void fail(const std::string& what) {
+void expect(bool holds, const std::string& what) {
+  if (holds) return;
   std::fprintf(stderr, "wrong: %s\n", what.c_str());
   std::_Exit(1);
-}
-
-void expect(bool holds, const std::string& what) {
-  if (!holds) fail(what);
-}
-
-template <typename Body>
-std::string error_of(const Body& body) {
-  try {
-    body();
-  } catch (const std::runtime_error& error) {
-    return error.what();
-  }
-  return "";
-}
-
-double seconds_since(Clock::time_point begin) {
-  return std::chrono::duration<double>(Clock::now() - begin).count();
-}
-
-void sleep_for(int milliseconds) {
-  std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds));
-}
-
-void receive(Segment& rank, void* target) {
-  if (!rank.poll()) rank.sleep([] { return false; });
-  rank.collect(target);
 }
 
 double value_of(int rank, uint32_t number, int64_t i) {
@@ -85,7 +53,8 @@ void receive_and_check(Segment& rank, uint32_t number) {
   const bool sums = message.kind == kSum;
   const int rows = sums ? 1 : rank.ranks();
   std::vector<T> values(rows * message.numel + 1);
-  receive(rank, values.data());
+  if (!rank.poll()) rank.sleep([] { return false; });
+  rank.collect(values.data());
   for (int row = 0; row < rows; ++row) {
     for (int64_t i = 0; i < message.numel; ++i) {
       double expected = sums ? 0 : value_of(row, number, i);
@@ -109,89 +78,30 @@ void run_rank(Segment& rank, uint32_t messages, unsigned seed) {
       (message_of(sent).itemsize == 4 ? send<float> : send<double>)(rank, sent);
       delay(random);
     }
-    if (sent - collected == kMaxPending)
-      expect(!error_of([&] { rank.publish(Message(), nullptr); }).empty(), "too many pending messages");
     (message_of(collected).itemsize == 4 ? receive_and_check<float> : receive_and_check<double>)(rank, collected);
   }
 }
 
 void run_threads(int ranks, uint32_t messages, unsigned seed, bool spins) {
   const std::vector<int32_t> members(ranks);
-  std::vector<SegmentPtr> all;
+  std::vector<std::unique_ptr<Segment>> all;
   const Options options{20, spins, false};
   for (int rank = 0; rank < ranks; ++rank)
     all.push_back(std::make_unique<Segment>("stress", members, options, rank, rank ? all[0]->place() : ""));
   std::vector<std::thread> threads;
-  for (SegmentPtr& rank : all) {
-    threads.emplace_back([&rank, messages, seed] { run_rank(*rank, messages, seed); });
-  }
+  for (auto& rank : all) threads.emplace_back([&rank, messages, seed] { run_rank(*rank, messages, seed); });
   for (std::thread& thread : threads) thread.join();
-}
-
-// Runs `body` as rank 1 in a child process. Returns the error of rank 0, which waits for its message.
-template <typename Body>
-std::string error_beside(const Body& body, double seconds = 3) {
-  int opened[2];
-  expect(pipe(opened) == 0, "pipe");
-  Segment rank("deaths", {0, 1}, {seconds, true}, 0, "");
-  const pid_t child = fork();
-  if (child == 0) {
-    expect(rank.is_in_child(), "a fork is not detected");
-    Segment own("deaths", {0, 1}, {}, 1, rank.place());
-    expect(write(opened[1], "x", 1) == 1, "write");
-    body(own);
-    _exit(0);
-  }
-  char byte;
-  expect(read(opened[0], &byte, 1) == 1, "read");
-  rank.publish(Message(), nullptr);
-  const std::string error = error_of([&] { receive(rank, nullptr); });
-  kill(child, SIGKILL);
-  waitpid(child, nullptr, 0);
-  return error;
-}
-
-void run_deaths() {
-  const auto begin = Clock::now();
-  const auto killed = [](Segment&) {
-    if (fork() == 0) sleep(2), _exit(0);  // its own child keeps running
-    sleep_for(50);
-    raise(SIGKILL);
-  };
-  expect(error_beside(killed) == "rank 1 of the group has ended or closed its files", "a rank that was killed");
-  expect(seconds_since(begin) < 2, "a killed rank is noticed late");
-  for (int i = 0; i < 50; ++i) {
-    const auto ends = [](Segment& rank) { rank.publish(Message(), nullptr); };
-    expect(error_beside(ends) == "", "a rank that ends right after its last message");
-  }
-  const auto stopped = [](Segment& rank) {
-    const pid_t self = getpid();
-    if (fork() == 0) sleep_for(400), kill(self, SIGCONT), _exit(0);
-    raise(SIGSTOP);
-    rank.publish(Message(), nullptr);
-  };
-  expect(error_beside(stopped, 10) == "", "a rank that was stopped and continues");
-  const auto leaves = [](Segment& rank) {
-    sleep_for(50);
-    rank.leave();
-    pause();
-  };
-  expect(error_beside(leaves) == "rank 1 of the group has left it after an error, or destroyed it", "a rank that left");
-  const auto late = Clock::now();
-  const auto sleeps = [](Segment&) { pause(); };
-  expect(error_beside(sleeps, 0.3) == "rank 1 of the group did not come within the timeout", "a rank that is late");
-  expect(seconds_since(late) < 2, "a timeout is detected late");
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
   const std::string mode = argc > 1 ? argv[1] : "";
-  if (mode == "deaths") return run_deaths(), 0;
-  if (argc != 5) fail("arguments");
+  expect(argc == 5, "arguments");
   const auto messages = static_cast<uint32_t>(std::atol(argv[3]));
   const auto begin = Clock::now();
   run_threads(std::atoi(argv[2]), messages, std::atoi(argv[4]), mode == "threads");
   // A sleeper that is not woken sleeps for 0.1 s.
-  if (mode == "sleepers") expect(seconds_since(begin) < 0.05 * messages, "sleepers are not woken");
+  const std::chrono::duration<double> seconds = Clock::now() - begin;
+  if (mode == "sleepers") expect(seconds.count() < 0.05 * messages, "sleepers are not woken");
 }

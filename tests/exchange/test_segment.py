@@ -1,63 +1,73 @@
 """Tests the shared memory without layers: checks each value of each message."""
 
+import os
 import shutil
 import subprocess
+from array import array
 from pathlib import Path
 
 import pytest
+import torch
+
+from bagua_syncbn.communicators import shared
 
 ROOT = Path(__file__).parents[2]
-STRESS = Path(__file__).with_name("stress.cpp")
-SEGMENT = ROOT / "csrc" / "exchange" / "segment.cpp"
+SOURCES = Path(__file__).with_name("stress.cpp"), ROOT / "csrc" / "exchange" / "segment.cpp"
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-
-
-def build(folder, *flags):
-    program = folder / "stress"
-    command = ["g++", "-std=c++17", "-O1", "-g1", "-pthread", f"-I{ROOT / 'csrc'}", *flags, STRESS, SEGMENT]
-    subprocess.run([*command, "-o", program], check=True)
-    return program
-
-
-def run(program, *arguments, seconds=300):
-    done = subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, timeout=seconds)
-    return done.returncode, done.stderr
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
 @pytest.fixture(scope="module")
 def stress(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("stress"), "-O2")
+    """Returns a function that builds the program with a compiler option and runs it."""
+    folder = tmp_path_factory.mktemp("stress")
+
+    def run(option, *arguments):
+        program = folder / option
+        if not program.exists():
+            command = ["g++", "-std=c++17", "-g1", "-pthread", f"-I{ROOT / 'csrc'}", option, *SOURCES, "-o", program]
+            subprocess.run(command, check=True)
+        done = subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, timeout=3600)
+        return done.returncode, done.stderr
+
+    return run
 
 
-@pytest.fixture(scope="module")
-def sanitizer(tmp_path_factory):
-    """The flag for ThreadSanitizer, if it works on this machine."""
-    folder = tmp_path_factory.mktemp("sanitizer")
-    (folder / "none.cpp").write_text("int main() {}")
-    flag = "-fsanitize=thread"
-    made = subprocess.run(["g++", flag, folder / "none.cpp", "-o", folder / "none"], capture_output=True)
-    if made.returncode or subprocess.run([folder / "none"], capture_output=True).returncode:
-        pytest.skip("needs ThreadSanitizer")
-    return flag
-
-
+@needs_compiler
 @pytest.mark.parametrize(("ranks", "messages"), [
     (2, 5_000), (3, 3_000), (8, 500),
     *(pytest.param(ranks, 10_000_000, marks=pytest.mark.slow) for ranks in (2, 3)),
 ])  # fmt: skip
 def test_each_value_of_each_message_arrives(stress, ranks, messages):
-    assert run(stress, "threads", ranks, messages, ranks, seconds=3600) == (0, "")
+    assert stress("-O2", "threads", ranks, messages, ranks) == (0, "")
 
 
-def test_who_sleeps_is_woken(stress):
-    assert run(stress, "sleepers", 3, 300, 1) == (0, "")
+@needs_compiler
+def test_sleeping_ranks_are_woken(stress):
+    assert stress("-O2", "sleepers", 3, 300, 1) == (0, "")
 
 
-def test_ranks_that_end_stop_or_leave_are_told_from_those_that_are_late(stress):
-    assert run(stress, "deaths") == (0, "")
+@needs_compiler
+def test_there_is_no_data_race(stress, tmp_path):
+    option = "-fsanitize=thread"
+    (tmp_path / "none.cpp").write_text("int main() {}")
+    made = subprocess.run(["g++", option, tmp_path / "none.cpp", "-o", tmp_path / "none"], capture_output=True)
+    if made.returncode or subprocess.run([tmp_path / "none"], capture_output=True).returncode:
+        pytest.skip("needs ThreadSanitizer")
+    assert stress(option, "threads", 3, 300, 3) == (0, "")
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_there_is_no_data_race(sanitizer, tmp_path, ranks):
-    assert run(build(tmp_path, sanitizer), "threads", ranks, 300, ranks) == (0, "")
+@pytest.mark.skipif(bool(shared.problem()), reason=shared.problem() or "none")
+def test_the_last_message_of_a_rank_that_exits_arrives():
+    native, name, members = shared.native_library(), "bagua_syncbn:test", array("i", range(2)).tobytes()
+    own, peers = torch.ones(3), torch.zeros(2, 3)
+    message = shared.GATHER, own.data_ptr(), 3, 4
+    for _ in range(50):
+        segment, place = native.map_segment(name, members, 60.0, False, 0, "")
+        child = os.fork()
+        if child == 0:
+            native.publish(native.map_segment(name, members, 60.0, False, 1, place)[0], *message)
+            os._exit(0)
+        native.exchange(segment, *message, peers.data_ptr())
+        os.waitpid(child, 0)
+        assert peers.sum() == 6

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 import bagua_syncbn
-from bagua_syncbn.communicators import TorchCommunicator, jobs
+from bagua_syncbn.communicators import TorchCommunicator, torch_engine
 from bagua_syncbn.groups import spec_of
 from bagua_syncbn.reliability.history import history_in
 from bagua_syncbn.torch_internals.nccl import nccl_id, nccl_progress
@@ -347,9 +347,9 @@ def test_nccls_progress_is_known(two_gpus):
 
 def test_the_layers_own_group_of_one_rank(nccl):
     """A step over the layers' group works like a step over the job's group."""
-    job = jobs.job_of(dist.group.WORLD)
-    group = job.layers_communicator(None).group
-    assert group is job.layers_communicator(None).group is not dist.group.WORLD
+    job = torch_engine.running_job()
+    group = job.communicator("user", None).group
+    assert group is job.communicator("user", None).group is not dist.group.WORLD
     assert dist.get_backend(group) == dist.get_backend()
     layer = bagua_syncbn.SyncBatchNorm2d(6, process_group=OneRankGroup(group), device="cuda")
     steps = torch.randn(2, 2, 8, 6, 20, 20, device="cuda").unbind()

@@ -8,15 +8,15 @@ import torch.distributed as dist
 from torch import nn
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm
-from bagua_syncbn.communicators import jobs
-from bagua_syncbn.groups import EVERYONE, spec, spec_of
+from bagua_syncbn.communicators import torch_engine
+from bagua_syncbn.groups import EVERYONE, spec_of
 
 
 def forget_groups():
-    job = jobs.job_of(dist.group.WORLD)
+    """Makes the job create its groups again."""
+    job = torch_engine.running_job()
     for known in (job._ranks, job._communicators):
         known.clear()
-    spec._ready.clear()
     EVERYONE._communicator = None
 
 
