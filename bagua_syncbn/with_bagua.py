@@ -30,7 +30,7 @@ _IGNORED = ("_bagua_params_and_buffers_to_ignore", "_ddp_params_and_buffers_to_i
 def with_bagua(
     module: _Module, optimizers: Sequence[Optimizer], algorithm: Any = None, process_group: Any = None
 ) -> _Module:
-    """Makes ``module`` data parallel in place, with the engine that runs the job: Bagua or torch.
+    """Makes ``module`` data parallel in place, with the engine that runs the job: Bagua or torch; returns ``module``.
 
     - Bagua (after ``bagua.torch_api.init_process_group()``): broadcasts the buffers of the group's first rank and calls
       ``module.with_bagua(optimizers, algorithm, process_group)``.
@@ -49,16 +49,12 @@ def with_bagua(
     Args:
         module: the converted model, on the device to train on.
         optimizers: the module's optimizers.
-        algorithm: how to exchange gradients: an algorithm object, class or registered name of Bagua. ``"qadam"`` needs
-            a QAdamOptimizer in ``optimizers``. None means ``"gradient_allreduce"``. Without Bagua, this is the only
-            algorithm: pass its name, or a ``GradientAllReduceAlgorithm`` with ``average=True`` from Bagua or
-            :mod:`bagua_syncbn.contrib.algorithms`.
+        algorithm: how to exchange gradients: an algorithm object, class or registered name of Bagua. None means
+            ``"gradient_allreduce"``. Without Bagua, this is the only algorithm: pass its name, or a
+            ``GradientAllReduceAlgorithm`` with ``average=True`` from Bagua or :mod:`bagua_syncbn.contrib.algorithms`.
         process_group: the ranks to train together: a :class:`torch.distributed.ProcessGroup`; in a Bagua job also a
             ``BaguaProcessGroup``; otherwise also a description for :func:`~bagua_syncbn.sync_group` (all ranks of the
             job create the groups in this call); None for all ranks.
-
-    Returns:
-        ``module``, the same object.
 
     Raises:
         TypeError: ``module`` is not a module, ``optimizers`` is not a sequence of optimizers, or ``process_group`` is
@@ -86,7 +82,7 @@ def with_bagua(
         warnings.warn(f"with_bagua: found no synchronized layer in {type(module).__name__}", stacklevel=2)
     spec, by_bagua = spec_of(process_group), bagua.default_group() is not None
     if by_bagua:
-        algorithm = bagua.resolve_algorithm(algorithm or "gradient_allreduce", optimizers)
+        algorithm = bagua.resolve_algorithm(algorithm or "gradient_allreduce")
     else:
         _check_algorithm(algorithm)
         if not (dist.is_available() and dist.is_initialized()):

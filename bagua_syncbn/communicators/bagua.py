@@ -4,7 +4,7 @@ This module imports Bagua only in a running Bagua job, because the import needs 
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import packages_distributions, version
 from typing import Any
@@ -167,23 +167,13 @@ def broadcast(tensor: Tensor, group: Any) -> Tensor:
     return tensor
 
 
-def resolve_algorithm(algorithm: Any, optimizers: Sequence[Any]) -> Any:
-    """Returns Bagua's algorithm object for a class or a name in Bagua's registry; returns objects unchanged.
-
-    Raises:
-        KeyError: the registry has no such name.
-        ValueError: the name is ``"qadam"``, and ``optimizers`` is not a single QAdamOptimizer.
-    """
+def resolve_algorithm(algorithm: Any) -> Any:
+    """Returns Bagua's algorithm object for a class or a name in Bagua's registry; returns objects unchanged."""
     if not isinstance(algorithm, str):
         return algorithm() if isinstance(algorithm, type) else algorithm
     from bagua.torch_api.algorithms import Algorithm
-    from bagua.torch_api.algorithms.q_adam import QAdamOptimizer
 
-    if algorithm != "qadam":
-        return Algorithm.init(algorithm)
-    if len(optimizers) != 1 or not isinstance(optimizers[0], QAdamOptimizer):
-        raise ValueError(f"optimizers: expected one QAdamOptimizer for the algorithm 'qadam', got {optimizers}")
-    return Algorithm.init(algorithm, q_adam_optimizer=optimizers[0])
+    return Algorithm.init(algorithm)
 
 
 def _communication() -> Any:

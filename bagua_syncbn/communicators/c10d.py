@@ -129,8 +129,10 @@ class TorchCommunicator:
     def leave(self, why: str) -> None:
         """Ends peers' waits for this rank. The group cannot be used afterwards."""
         group = self._group()
-        if group is not None:
-            leave(group, why)
+        store = None if group is None else _stores.get(group)
+        if store is not None:
+            with suppress(RuntimeError):  # the store disappears with the rank that hosts it
+                store.compare_set("left", "", why)
 
     def __repr__(self) -> str:
         return f"TorchCommunicator(ranks={self.ranks if self._group() else 'destroyed'})"
@@ -204,14 +206,6 @@ if hasattr(os, "register_at_fork"):
 def leave_through(group: Any, store: Any) -> None:
     """Makes ranks that leave ``group`` record this in ``store``, which waiting ranks check."""
     _stores[group] = store
-
-
-def leave(group: Any, why: str) -> None:
-    """Ends peers' waits in collectives of ``group``."""
-    store = _stores.get(group)
-    if store is not None:
-        with suppress(RuntimeError):  # the store disappears with the rank that hosts it
-            store.compare_set("left", "", why)
 
 
 def raise_if_left(group: Any) -> None:

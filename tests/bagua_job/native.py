@@ -112,6 +112,11 @@ class HostCommunicator:
         with self._noted("allgather", sent):
             self._gloo.allgather([list(received.chunk(self.nranks()))], [sent]).wait()
 
+    def allgather_inplace(self, tensor):
+        with self._noted("allgather", received := memory_of(tensor)):
+            parts = list(received.chunk(self.nranks()))
+            self._gloo.allgather([parts], [parts[self.rank()].clone()]).wait()
+
     def allreduce_inplace(self, tensor, op):
         assert op in (0, 10), op  # SUM, AVG
         with self._noted("allreduce", reduced := memory_of(tensor)):

@@ -29,7 +29,7 @@ def test_models_with_baguas_layers_convert():
 
 def test_the_method_and_algorithms_are_baguas():
     assert gradient_allreduce.GradientAllReduceAlgorithm is GradientAllReduceAlgorithm
-    assert isinstance(resolve_algorithm(ByteGradAlgorithm, []), ByteGradAlgorithm)
+    assert isinstance(resolve_algorithm(ByteGradAlgorithm), ByteGradAlgorithm)
     assert nn.Module.with_bagua is BaguaModule.with_bagua
 
 

@@ -91,7 +91,7 @@ def test_waits_end_at_the_groups_timeout(places):
     told = message_of(communicator.all_gather, torch.ones(2)) if rank != 3 else ""
     took = time.monotonic() - begin
     dist.barrier()  # no rank exits before its peers raise
-    late = "rank 3 of the group did not arrive before the timeout"
+    late = "rank 3 of the group did not"
     assert took < 60
     assert took > 1.9 or late not in told
     assert rank == 3 or any(text in told for text in (late, "has left", "Timed out"))
@@ -107,9 +107,7 @@ def test_peers_on_all_hosts_get_the_error_of_a_rank_that_raises(raising):
             layer(torch.randn(4))
     error = f"rank {raising} has left the group: ValueError in SyncBatchNorm1d, call 2: expected 2D or 3D input"
     expected = "this group failed before, in the ValueError" if dist.get_rank() == raising else error
-    for _ in range(2):  # the first call may have reached another host
-        told = message_of(layer, x)
-    assert expected in told
+    assert expected in message_of(layer, x) + message_of(layer, x)  # the first call may have reached another host
 
 
 @pytest.mark.ranks(2)
