@@ -165,6 +165,8 @@ def problem() -> str:
     """Returns the reason that this process cannot use shared memory with any group, or ""."""
     if _WANTED == "collectives":
         return "BAGUA_SYNCBN_EXCHANGE=collectives"
+    if os.environ.get("BAGUA_SYNCBN_KERNELS") == "reference":
+        return "BAGUA_SYNCBN_KERNELS=reference, which loads no native library"
     return "" if hasattr(native_library(), "map_segment") else "no native library, or not on Linux"
 
 

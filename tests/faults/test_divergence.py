@@ -137,7 +137,7 @@ LEGITIMATE = {
 }
 
 PROGRAMS = DIVERGENCES | ABSENT | LEGITIMATE
-PEERS = {2: "rank 0", 3: "ranks 0, 1", 4: "ranks 0-2"}
+PEERS = {2: "rank 0", 3: "ranks 0, 1", 4: "ranks 0, 1, 2"}
 
 
 def run_program(name, *args):
