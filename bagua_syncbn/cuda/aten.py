@@ -23,20 +23,18 @@ from ..ops.reference import batch_norm_gather_stats
 from ..ops.stats import summable_stats
 
 
-def _takes(input: Tensor, *values: Tensor | None) -> bool:
-    """Returns whether ATen's kernels support ``input`` (N, C, \\*) and ``values``, each (C) or an output gradient.
+def _takes(options: Sequence[Any], input: Tensor, *values: Tensor | None) -> bool:
+    """Returns whether ATen's kernels support ``input`` (N, C, \\*) and ``values``, each (C) or an output gradient, and
+    ``options`` has neither a tensor nor a nonzero number.
 
     For other sizes, ATen may read out of bounds where the reference raises.
     """
     if input.dtype not in DTYPES or not 0 < input.numel() < 2**31:
         return False
+    if any(isinstance(option, Tensor) or option for option in options):
+        return False
     fits = (tuple(input.shape), input.dtype)
     return all(v is None or v.shape == input.shape[1:2] or (tuple(v.shape), v.dtype) == fits for v in values)
-
-
-def _has_options(options: Sequence[Any]) -> bool:
-    """Returns whether ``options``, the last arguments of an op, contain a tensor or a nonzero number."""
-    return any(isinstance(option, Tensor) or option for option in options)
 
 
 def _parameter(values: Tensor | None, like: Tensor) -> Tensor | None:
@@ -53,7 +51,7 @@ def _tensor_of(numbers: Sequence[int], like: Tensor) -> Tensor:
 def batch_norm_stats(
     input: Tensor, caller: int | None = None, call: int = 0, mask: Tensor | None = None, summable: bool = False
 ) -> Tensor:
-    if mask is not None or not _takes(input):
+    if not _takes([mask], input):
         return reference.batch_norm_stats(input, caller, call, mask, summable)
     if summable:
         return summable_stats(batch_norm_stats(input), caller)
@@ -69,7 +67,7 @@ def batch_norm_stats(
 def batch_norm_elemt(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor, *options: Any
 ) -> Tensor:
-    if _has_options(options) or not _takes(input, weight, bias, mean, invstd):
+    if not _takes(options, input, weight, bias, mean, invstd):
         return reference.batch_norm_elemt(input, weight, bias, mean, invstd, *options)
     weight, bias = _parameter(weight, mean), _parameter(bias, mean)
     return torch.batch_norm_elemt(input, weight, bias, mean, invstd, 0.0)  # the last result is not used
@@ -78,7 +76,7 @@ def batch_norm_elemt(
 def batch_norm_backward_reduce(
     grad_output: Tensor, input: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if _has_options(options[1:]) or not _takes(input, grad_output, mean, invstd):
+    if not _takes(options[1:], input, grad_output, mean, invstd):
         return reference.batch_norm_backward_reduce(grad_output, input, mean, invstd, weight, *options)
     fingerprint = options[0] if options else None
     sum_dy, sum_dy_xmu, _, _ = torch.batch_norm_backward_reduce(
@@ -103,7 +101,7 @@ def batch_norm_backward_elemt(
     *options: Any,
     grad_input: Tensor | None = None,
 ) -> Tensor:
-    if _has_options(options) or not _takes(input, grad_output, weight, mean, invstd):
+    if not _takes(options, input, grad_output, weight, mean, invstd):
         arguments = grad_output, input, weight, mean, invstd, sums, count, ranks, fault, call, *options
         return reference.batch_norm_backward_elemt(*arguments, grad_input=grad_input)
     means = means_of_sums(sums, input.size(1), count, ranks, fault, call)
