@@ -20,7 +20,7 @@ from ..torch_internals.groups import backend_and_store, is_gloo_on_cpu, make_gro
 from .c10d import TorchCommunicator, end_with, leave_through, transports
 from .jobs import host_name
 from .meeting import Meeting
-from .shared import GATHER, MOST_BYTES, SUM, SharedCommunicator, first_problem, problem, share
+from .shared import GATHER, MOST_VALUES, SUM, SharedCommunicator, first_problem, problem, share
 
 _log = logging.getLogger("bagua_syncbn")
 
@@ -38,10 +38,8 @@ class HostsCommunicator(SharedCommunicator):
         self._order = torch.tensor([rows[rank] for rank in range(self.size)])
         self._carriers = None if carriers is None else TorchCommunicator(carriers)
         self._free = Lock()
-
-    def _fits(self, kind: int, packed: Tensor) -> bool:
-        bytes_in_last_step = (self.size if kind == GATHER else 1) * packed.numel() * packed.element_size()
-        return super()._fits(kind, packed) and bytes_in_last_step <= MOST_BYTES
+        # The last step sends all rows.
+        self._most_gathered = {dtype: most // self.size for dtype, most in MOST_VALUES.items()}
 
     def _exchange(self, kind: int, packed: Tensor, target: Tensor) -> Tensor:
         if not self._free.acquire(blocking=False):

@@ -26,10 +26,9 @@ _WANTED = os.environ.get("BAGUA_SYNCBN_EXCHANGE", "shared")
 if _WANTED not in ("shared", "collectives"):
     raise ImportError(f'BAGUA_SYNCBN_EXCHANGE: expected "shared" or "collectives", got {_WANTED!r}')
 
-# Must match csrc/exchange/segment.h.
-MOST_BYTES = 2**16
+# As in csrc/exchange/segment.h: kinds of messages, and 64 KiB by dtype.
 GATHER, SUM = 0, 1
-_ITEMSIZES = {torch.float32: 4, torch.float64: 8}
+MOST_VALUES = {torch.float32: 2**14, torch.float64: 2**13}
 
 
 class SharedCommunicator(TorchCommunicator):
@@ -38,25 +37,26 @@ class SharedCommunicator(TorchCommunicator):
     Sums are bitwise equal on all ranks, because each rank adds in rank order. The memory lives as long as the group.
     """
 
-    __slots__ = ("_begun", "_native", "_segment")
+    __slots__ = ("_begun", "_most_gathered", "_most_summed", "_native", "_segment")
 
     def __init__(self, group: Any, segment: Any) -> None:
         super().__init__(group)
         self._native, self._segment = native_library(), segment
         self._begun: list[Published] = []
+        # Sizes of messages that go through shared memory, equal on all ranks, compiled or not.
+        self._most_gathered = self._most_summed = MOST_VALUES
         _by_name[self.name] = self
         finalize(group, self._close).atexit = False  # type: ignore[misc]  # the system frees the memory at exit
 
-    # Repeated inline, because a function call would take 2% of an exchange.
     def all_gather(self, packed: Tensor) -> Tensor:
-        if not self._fits(GATHER, packed):
+        if not packed.is_cpu or packed.numel() > self._most_gathered.get(packed.dtype, -1):
             return super().all_gather(packed)
         if torch.compiler.is_compiling() or type(packed) is not Tensor:
             return torch.ops.bagua_syncbn.exchange(packed, self.name, self.size, False)  # type: ignore[no-any-return]
         return self._exchange(GATHER, packed.contiguous(), packed.new_empty((self.size, packed.numel())))
 
     def all_reduce(self, packed: Tensor) -> Tensor:
-        if not self._fits(SUM, packed):
+        if not packed.is_cpu or packed.numel() > self._most_summed.get(packed.dtype, -1):
             return super().all_reduce(packed)
         if torch.compiler.is_compiling() or type(packed) is not Tensor:
             return torch.ops.bagua_syncbn.exchange(packed, self.name, self.size, True)  # type: ignore[no-any-return]
@@ -64,15 +64,12 @@ class SharedCommunicator(TorchCommunicator):
         return self._exchange(SUM, packed, packed)
 
     def begin_all_gather(self, packed: Tensor) -> AsyncCollective:
-        return self._begin(GATHER, packed) if self._fits(GATHER, packed) else super().begin_all_gather(packed)
+        is_small = packed.is_cpu and packed.numel() <= self._most_gathered.get(packed.dtype, -1)
+        return self._begin(GATHER, packed) if is_small else super().begin_all_gather(packed)
 
     def begin_all_reduce(self, packed: Tensor) -> AsyncCollective:
-        return self._begin(SUM, packed) if self._fits(SUM, packed) else super().begin_all_reduce(packed)
-
-    def _fits(self, kind: int, packed: Tensor) -> bool:
-        """Returns whether a message goes through shared memory. All ranks agree, compiled or not."""
-        itemsize = _ITEMSIZES.get(packed.dtype)
-        return itemsize is not None and packed.is_cpu and packed.numel() * itemsize <= MOST_BYTES
+        is_small = packed.is_cpu and packed.numel() <= self._most_summed.get(packed.dtype, -1)
+        return self._begin(SUM, packed) if is_small else super().begin_all_reduce(packed)
 
     def _exchange(self, kind: int, packed: Tensor, target: Tensor) -> Tensor:
         numel, itemsize = packed.numel(), packed.element_size()

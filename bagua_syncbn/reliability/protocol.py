@@ -22,7 +22,7 @@ from ..names import kind_of, name_of, origin_of
 from ..ops.headers import headers_differ, record_sums
 from ..options import Options
 from ..step.call import Call
-from ..step.exchange import Exchange, Received, exchange_makers
+from ..step.exchange import Exchange, Pass, Received, exchange_makers
 from ..torch_internals.autograd import is_capturing, untraced
 from ..torch_internals.groups import group_named
 from . import faults
@@ -52,23 +52,11 @@ class RankExchange(Exchange):
         if self.uses_sums:
             self.header = hash((caller, self._number)) & history.exact_bits, 0
 
-    def gather(self, row: Tensor) -> Received:
-        if self.uses_sums:
-            return self.sum(row, self._signature)
-        rows, record = self._send(self.communicator.all_gather, row, self._signature), self._record
-        return rows, 1, None if record is None else record.tensor, 0
-
-    def fingerprint(self, signature: CallSignature | None = None) -> int:
-        """Returns the fingerprint for the sums of the backward pass, or of the call with this ``signature``."""
-        signature, history = signature or self._signature.backward, self._history
+    def fingerprint(self, which: Pass = "backward") -> int:
+        signature, history = getattr(self._signature, which), self._history
         if not self._number:
             return hash((signature.compiled_caller, 0)) & history.exact_bits
         return hash((signature.caller, history.number, self._number)) & history.exact_bits
-
-    def sum(self, sums: Tensor, signature: CallSignature | None = None) -> Received:
-        sums = self._send(self.communicator.all_reduce, sums, signature or self._signature.backward)
-        record, call = self._record, self._history.calls if self._number else 0
-        return sums, self.communicator.size, None if record is None else record.tensor, call
 
     def check(self, rows: Tensor | None = None) -> None:
         history, record = self._history, self._record
@@ -84,8 +72,12 @@ class RankExchange(Exchange):
 
     def total(self, values: Tensor) -> Tensor:
         signature, record, history = self._signature.derivative, self._record, self._history
-        send = partial(self._send, self.communicator.all_reduce, signature=signature)
-        total, differ = sum_with_header(send, values, self.fingerprint(signature), self.communicator.size)
+        total, differ = sum_with_header(
+            lambda packed: self.send(packed, "derivative")[0],
+            values,
+            self.fingerprint("derivative"),
+            self.communicator.size,
+        )
         if record is not None and record.is_checked_at_once and type(total) is Tensor:
             if differ.tolist():
                 self._disagree(self._describe(signature, history.calls), total.device)
@@ -95,13 +87,14 @@ class RankExchange(Exchange):
         history.sending = None
         return total
 
-    def _send(self, collective: Callable[[Tensor], Tensor], packed: Tensor, signature: CallSignature) -> Tensor:
-        """Runs ``collective`` on the message ``packed`` after making sure that all ranks send the same kind of message.
+    def send(self, packed: Tensor, which: Pass = "forward") -> Received:
+        """Sends a message after making sure that all ranks send the same kind of message.
 
         ``history.sending`` is set until agreement is confirmed. If an exception interrupts this, the next message
         that peers expect is unknown, so the group has failed.
         """
-        history, record, number = self._history, self._record, self._number
+        history, record, number, communicator = self._history, self._record, self._number, self.communicator
+        signature: CallSignature = getattr(self._signature, which)
         if history.failure is not None:
             resume(history)
         if record is not None and record.kind.value:
@@ -116,15 +109,15 @@ class RankExchange(Exchange):
                 )
             if number and history.next is not signature:
                 self._agree_on(signature, packed)
-            result = collective(packed)
+            is_sum = signature.message[0]
+            result = communicator.all_reduce(packed) if is_sum else communicator.all_gather(packed)
             if number:
                 history.add(signature)
-            return result
         except BaseException as error:
             failure = self._describe(signature, history.calls + 1)
             if history.failure == failure:  # all ranks have detected the mismatch
                 raise
-            history.failure, communicator = failure, self.communicator
+            history.failure = failure
             leave(communicator, failure, error)
             if not isinstance(error, RuntimeError):
                 raise
@@ -133,6 +126,8 @@ class RankExchange(Exchange):
                 f"{communicator.size}: {type(error).__name__}: {error}. A peer died, raised an error, was late, or ran "
                 "different code until the timeout; this group can no longer be used"
             ) from error
+        fault = None if record is None else record.tensor
+        return result, communicator.size if is_sum else 1, fault, history.calls if number else 0
 
     def _agree_on(self, signature: CallSignature, packed: Tensor) -> None:
         """Sends a probe unless all ranks expect this call. Raises RuntimeError on all ranks if their probes differ."""

@@ -52,8 +52,8 @@ class CallSignature:
     def __post_init__(self) -> None:
         # Compiled code identifies a layer by the class of its model.
         self.compiled_caller = self.kind * ops.WORD + self.caller % ops.WORD
-        # Signatures of the backward passes of a forward.
-        self.backward = self.derivative = self
+        # Signatures of the passes of a forward.
+        self.forward = self.backward = self.derivative = self
 
 
 def shared_options(call: Call, options: Options) -> tuple[Any, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from ..torch_internals.autograd import as_number
 
 if TYPE_CHECKING:
     from .call import Call
+
+Pass: TypeAlias = Literal["forward", "backward", "derivative"]
 
 # The message (one row per rank, or the sum over ranks), and the next op's arguments for comparing headers: number of
 # ranks in a sum, fault record (see :mod:`bagua_syncbn.ops`), call number.
@@ -43,17 +45,18 @@ class Exchange:
         self.communicator = communicator
         self.is_traced = is_traced
 
-    def gather(self, row: Tensor) -> Received:
-        """Returns the rows of all ranks, or their sum in a large group. Call :meth:`check` after the op."""
-        return self.sum(row) if self.uses_sums else (self.communicator.all_gather(row), 1, None, 0)
+    def send(self, packed: Tensor, which: Pass = "forward") -> Received:
+        """Returns the rows of all ranks in forward, unless ``uses_sums``; otherwise the sum. May overwrite ``packed``.
+
+        Call :meth:`check` after the op that reads the result.
+        """
+        if which == "forward" and not self.uses_sums:
+            return self.communicator.all_gather(packed), 1, None, 0
+        return self.communicator.all_reduce(packed), self.communicator.size, None, 0
 
     def fingerprint(self) -> int | None:
         """Returns the fingerprint that ``batch_norm_backward_reduce`` writes into the sums."""
         return None
-
-    def sum(self, sums: Tensor) -> Received:
-        """Returns the sums of all ranks. Call :meth:`check` after the op."""
-        return self.communicator.all_reduce(sums), self.communicator.size, None, 0
 
     def check(self, rows: Tensor | None = None) -> None:
         """Raises RuntimeError if the last op found different headers, in ``rows`` or else in sums."""

@@ -33,7 +33,7 @@ def batch_statistics(input: Tensor, call: Call, norm: Normalization) -> Statisti
         mask = None if norm.masking is None else norm.masking.positions
         row = ops.batch_norm_stats(input, *exchange.header, mask, exchange.uses_sums)
     buffers = ops.NO_BUFFERS if call.buffers.running_mean is None else call.buffers  # call.tracked_buffers
-    rows, ranks, fault, number = exchange.gather(row)
+    rows, ranks, fault, number = exchange.send(row)
     if call.accumulate is not None:
         buffers = call.accumulate(rows, ranks, options)
     if exchange.is_traced:
@@ -130,7 +130,7 @@ class _Normalize(torch.autograd.Function):
                 # Not backward_elemt with zero sums: zero times an infinite invstd is NaN.
                 grad_input = ops.batch_norm_elemt(grad, weight, None, torch.zeros_like(mean), invstd)
             elif needs[0]:
-                sums, *header_args = exchange.sum(sums)
+                sums, *header_args = exchange.send(sums, "backward")
                 if norm.options.eps_mode != "plus":
                     ops.clear_clamped(sums, invstd, norm.options)
                 grad_input = elementwise.batch_norm_backward_elemt(

@@ -107,7 +107,7 @@ def without_a_layer(layer, x):
 # comprehensions.
 CALLS = {
     "a first call": (lambda layer, x: layer(x), 112, 20),  # creates the group unless an earlier test did
-    "a later call": (lambda layer, x: layer(x), 20, 10),
+    "a later call": (lambda layer, x: layer(x), 18, 8),
     "evaluation": (lambda layer, x: layer.eval()(x), 12, 0),
     "after an evaluation": (after_evaluation, 26, 10),
     "without a layer": (without_a_layer, 22, 10),
