@@ -1,7 +1,5 @@
 """Dry runs: run a model, then restore its state and all random states."""
 
-import ctypes
-import hashlib
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .checks import check_callable, is_distributed
+from .checks import check_callable
 from .groups import LOCAL, spec_of
 from .sync_batchnorm import SyncBatchNorm
 
@@ -33,7 +31,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         (part, {name: vars(part)[name] for name in _STATE if name in vars(part)}, dict(part._buffers))
         for part in model.modules()
     ]
-    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    copies = {buffer: buffer.detach().clone() for buffer in model.buffers()}
     numpy = sys.modules.get("numpy.random")  # None if NumPy was not imported
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(cuda))
@@ -43,6 +41,9 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         if "torch._dynamo" in sys.modules:  # else, nothing is compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         try:
+            # Writes to the buffers themselves would break the backward of earlier calls.
+            for part, _, buffers in saved:
+                part._buffers.update((name, copies[buffer]) for name, buffer in buffers.items() if buffer is not None)
             yield
         finally:
             for part, state, buffers in saved:
@@ -51,10 +52,6 @@ def unchanged(model: nn.Module) -> Iterator[None]:
                 vars(part).update(state)
                 part._buffers.clear()
                 part._buffers.update(buffers)
-            for buffer, value in values:
-                # Avoid unnecessary writes, which would break the backward of earlier calls.
-                if digest(buffer) != digest(value):
-                    buffer.detach().copy_(value)
 
 
 def observe_inputs(
@@ -107,12 +104,3 @@ def forward_of(module: nn.Module, forward: object, device: Any) -> Callable[[Any
         return module(input if device is None else input.to(device))
 
     return run
-
-
-def digest(tensor: Tensor) -> str:
-    """Returns a hash of the values of ``tensor``, or of the local shard of a DTensor."""
-    local: Any = tensor.detach()
-    values = (local.to_local() if is_distributed(local) else local).cpu().contiguous()
-    size = values.numel() * values.element_size()
-    data = (ctypes.c_char * size).from_address(values.data_ptr()) if size else b""
-    return hashlib.sha1(data, usedforsecurity=False).hexdigest()

@@ -24,7 +24,7 @@ from .step.derivatives import differentiable_batch_norm
 from .step.exchange import exchange_of
 from .step.normalize import batch_statistics, normalize
 from .threads import this_thread
-from .torch_internals.autograd import has_transforms, is_transforming, level_of_duals
+from .torch_internals.autograd import has_transforms, level_of_duals
 
 _PLAIN_CLASSES = Tensor, nn.Parameter
 
@@ -127,7 +127,7 @@ def sync_batch_norm(
             ``process_group``, or the ranks of the group do not hold each value of a DTensor exactly once.
         RuntimeError: a tensor has the wrong number of elements or is on another device; replicas get a mask;
             :func:`torch.jit.trace` or ``torch.export`` traces training over several ranks; a checkpoint recomputes more
-            calls than it ran, or recomputes under forward-mode differentiation.
+            calls than it ran.
 
     All errors are raised before this rank waits for other ranks and before any buffer changes.
     """
@@ -161,7 +161,7 @@ def batch_norm(call: Call) -> Tensor:
     norm = _prepare(call, is_compiling) if prepare is None else prepare(call, partial(_prepare, call, False))
     if isinstance(norm, ByTorch):
         return norm.normalize(input, call.weight, call.bias, call.residual)
-    if norm.statistics is None or (prepare is not None and norm.exchange is not None and is_transforming()):
+    if norm.statistics is None:
         return _transformed(call, norm)
     output = normalize(input, call.weight, call.bias, call.residual, norm)
     if not is_compiling and this_thread.see_output is not None:
@@ -199,11 +199,6 @@ def _prepare(call: Call, is_compiling: bool) -> Normalization | ByTorch:
 
 def _transformed(call: Call, norm: Normalization) -> Tensor:
     """Computes ``call`` under a transform of torch.func or in forward mode."""
-    if norm.statistics is not None:
-        raise RuntimeError(
-            "sync_batch_norm: activation checkpointing cannot recompute a forward under torch.func or forward-mode "
-            "differentiation; remove the checkpoint"
-        )
 
     def gather(input: Tensor) -> Statistics:
         norm.statistics = batch_statistics(input, call, norm)

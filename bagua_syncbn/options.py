@@ -1,6 +1,6 @@
-"""Call options.
+"""Options of a call.
 
-Options of a call. Layers store them as attributes, ranks compare all except the activation, and cache keys contain
+Layers store them as attributes, ranks compare all except the activation, and cache keys contain
 them. A new option is a field here, an attribute and argument of the layer, and an argument of
 :func:`~bagua_syncbn.sync_batch_norm`.
 """

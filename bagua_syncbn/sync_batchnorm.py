@@ -45,28 +45,20 @@ class SyncBatchNorm(_BatchNorm):
         y = \mathrm{act}\left(\frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} * \gamma + \beta + r\right)
 
     The activation and the residual :math:`r` are optional. In training, mean and variance are computed over the
-    combined batch of all ranks, see :func:`~bagua_syncbn.sync_batch_norm`. In evaluation each rank normalizes with the
-    running statistics, or with the statistics of its batch if ``track_running_stats=False``. Parameters, buffers and
-    state dict are the same as in :class:`torch.nn.BatchNorm2d`.
+    combined batch of all ranks, see :func:`~bagua_syncbn.sync_batch_norm`, which documents the options. In evaluation
+    each rank normalizes with the running statistics, or with the statistics of its batch if
+    ``track_running_stats=False``. Parameters, buffers and state dict are the same as in :class:`torch.nn.BatchNorm2d`.
 
     :class:`SyncBatchNorm1d`, :class:`SyncBatchNorm2d` and :class:`SyncBatchNorm3d` check the number of dimensions. Use
     :func:`~bagua_syncbn.convert_sync_batchnorm` for an existing model.
 
     Args:
-        num_features: C, the number of channels.
-        eps: :math:`\epsilon`, added to the variance.
-        momentum: weight of the new batch statistics in the running statistics; None for a cumulative average.
-        affine: whether the layer has :math:`\gamma` and :math:`\beta`.
-        track_running_stats: whether the layer keeps running statistics.
-        process_group: ranks to synchronize with, see :func:`~bagua_syncbn.sync_batch_norm`. A copied or loaded layer
-            holds the ranks of the group instead of the group.
-        device: device of parameters and buffers.
-        dtype: dtype of parameters and buffers.
-        bias: with ``affine``, whether the layer has :math:`\beta`.
-        eps_mode: ``"plus"`` or ``"clamp"``, see :func:`~bagua_syncbn.sync_batch_norm`. Also an attribute.
-        skip_nonfinite: see :func:`~bagua_syncbn.sync_batch_norm`. Also an attribute.
-        activation: activation that the layer computes, see :func:`~bagua_syncbn.sync_batch_norm`. Also an attribute,
-            named ``fused_activation``, because converted classes may have a module named ``activation``.
+        num_features, eps, momentum, affine, track_running_stats, device, dtype, bias: as in
+            :class:`torch.nn.BatchNorm2d`; without ``bias``, the layer has no :math:`\beta`.
+        process_group: ranks to synchronize with. A copied or loaded layer holds the ranks of the group instead of the
+            group.
+        eps_mode, skip_nonfinite, activation: also attributes. The attribute of the activation is ``fused_activation``,
+            because converted classes may have a module named ``activation``.
 
     Shape:
         - Input: (N, C, \*), float16, bfloat16, float32 or float64
@@ -88,7 +80,6 @@ class SyncBatchNorm(_BatchNorm):
         torch.Size([8, 64, 14, 14])
     """
 
-    # Options, see sync_batch_norm. Converted classes may have a module named "activation".
     eps_mode: str = "plus"
     skip_nonfinite: bool = False
     fused_activation: str | tuple[str, float] | nn.Module | None = None
@@ -189,9 +180,7 @@ class SyncBatchNorm(_BatchNorm):
             except ValueError as error:
                 raise named(error, self) from None
         elif isinstance(input, Proxy):
-            options = {"residual": residual, "mask": mask, "zero_masked": zero_masked}
-            given = {name: value for name, value in options.items() if value is not None and value is not False}
-            return as_one_node(self, input, (input,), given)
+            return as_one_node(self, input, (input, residual), {"mask": mask, "zero_masked": zero_masked})
         given_mask = NO_MASK if mask is None and zero_masked is False else (mask, zero_masked)
         call = _call_of(self, input, residual, given_mask)
         return through_attachments(self, call) if self._sync_state.attachments else batch_norm(call)

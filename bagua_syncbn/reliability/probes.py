@@ -15,7 +15,7 @@ from ..errors import error_handlers
 from ..groups import FORKED, Communicator, spec_of
 from ..names import kind_of, name_of
 from ..ops.headers import headers_differ
-from ..torch_internals.autograd import NO_ERRORS, is_capturing, unseen_by_selective_checkpointing
+from ..torch_internals.autograd import is_capturing, unseen_by_selective_checkpointing
 from . import faults
 from .faults import describe, differ_text
 from .history import CallHistory, history_in
@@ -70,7 +70,7 @@ def report_error(process_group: Any, layer: Any, error: Exception) -> None:
 
     The next call reads them. No-op before the first message and during tracing.
     """
-    if torch.compiler.is_compiling() or is_tracing() or isinstance(error, NO_ERRORS) or is_capturing():
+    if is_tracing() or is_capturing():
         return
     # Must not raise, because that would replace the error.
     with suppress(Exception), torch.no_grad(), unseen_by_selective_checkpointing():

@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import ops
 from ..errors import notifies_peers
 from ..options import Options
-from ..torch_internals.autograd import is_batched, untraced
+from ..torch_internals.autograd import is_batched
 from .call import Normalization, Statistics, follow
 
 _notifies_peers = notifies_peers(lambda ctx, *_: (ctx.norm.exchange.communicator, ctx.norm.layer))
@@ -180,44 +180,3 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
         return _all_reduce(tangent, ctx.norm)
-
-
-# Compiled code runs the backward of an autograd function without gradients, so ``backend="eager"`` would silently leave
-# second derivatives out. That backend calls graph nodes without tracing through them. Other backends reject second
-# derivatives themselves, and trace through the node.
-
-
-def refuse_second_derivatives(tensor: Tensor | None) -> Tensor | None:
-    """Returns ``tensor``; used in compiled code. Differentiating the gradient raises."""
-    _allow_in_graph()
-    return None if tensor is None else _identity(tensor)
-
-
-def _identity(tensor: Tensor) -> Tensor:
-    return _Refusing.apply(tensor)  # type: ignore[no-any-return]
-
-
-@untraced
-def _allow_in_graph() -> None:
-    """Makes ``_identity`` a single node of the graph."""
-    torch.compiler.allow_in_graph(_identity)  # not at import, because it imports the compiler
-
-
-class _Refusing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
-            grad = grad.detach().requires_grad_()
-            grad.register_hook(_refuse)
-        return grad
-
-
-def _refuse(_: Tensor) -> NoReturn:
-    raise RuntimeError(
-        "sync_batch_norm: compiled code has no second derivatives; call the model without torch.compile if its loss "
-        "contains a gradient (create_graph=True)"
-    )

@@ -1,3 +1,1 @@
-"""All uses of undocumented parts of torch.
-
-============================================  ===================================  ============================"""
+"""All uses of undocumented parts of torch."""

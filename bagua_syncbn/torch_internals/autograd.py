@@ -72,16 +72,12 @@ def outside_of_modes() -> Iterator[None]:
 
 # Exceptions that stop a forward without an error: a checkpoint has recomputed all its tensors, or torch.fx is tracing.
 NO_ERRORS: tuple[type[Exception], ...] = (TraceError, getattr(checkpoint, "_StopRecomputationError", TraceError))
-_dispatch_modes: Callable[[], list[Any]] = getattr(_python_dispatch, "_get_current_dispatch_mode_stack", list)
-_selective_modes = tuple(
-    getattr(checkpoint, name)
-    for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
-    if hasattr(checkpoint, name)
-)
+_dispatch_modes: Callable[[], list[Any]] = _python_dispatch._get_current_dispatch_mode_stack
 
 
 def unseen_by_selective_checkpointing() -> AbstractContextManager[Any]:
     """Context manager that hides ops from selective checkpointing. A recomputation must repeat all visible ops."""
-    if not torch.compiler.is_compiling() and any(isinstance(mode, _selective_modes) for mode in _dispatch_modes()):
+    is_compiling = torch.compiler.is_compiling()
+    if not is_compiling and any(type(mode).__module__ == checkpoint.__name__ for mode in _dispatch_modes()):
         return torch._C._DisableTorchDispatch()
     return nullcontext()

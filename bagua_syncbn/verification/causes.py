@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..dry_run import digest
 from ..names import name_of
 from ..sync_batchnorm import SyncBatchNorm
+from .ranks import digest
 from .steps import Comparison, Step, differences, kind_of, tensors_in
 
 

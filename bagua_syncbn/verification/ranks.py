@@ -1,11 +1,14 @@
 """Exchange of Python objects between ranks."""
 
+import ctypes
+import hashlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
+from ..checks import is_distributed
 from ..communicators.torch_engine import torch_group_of
 from ..groups import ranks_by_text, spec_of
 from ..torch_internals.modules import pytree
@@ -60,3 +63,12 @@ class Peers:
 
 def _on_cpu(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().clone()
+
+
+def digest(tensor: Tensor) -> str:
+    """Returns a hash of the values of ``tensor``, or of the local shard of a DTensor."""
+    local: Any = tensor.detach()
+    values = (local.to_local() if is_distributed(local) else local).cpu().contiguous()
+    size = values.numel() * values.element_size()
+    data = (ctypes.c_char * size).from_address(values.data_ptr()) if size else b""
+    return hashlib.sha1(data, usedforsecurity=False).hexdigest()

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..dry_run import digest, unchanged
+from ..dry_run import unchanged
 from ..models import check_module, is_data_parallel
 from .causes import causes_of
-from .ranks import Peers
+from .ranks import Peers, digest
 from .steps import Comparison, Loss, differences, joined, kind_of
 
 # Set by torchrun, Open MPI's mpirun and MPICH's mpirun.

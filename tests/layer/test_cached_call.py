@@ -3,8 +3,6 @@
 import copy
 from collections.abc import Callable
 from functools import partial
-from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -163,54 +161,21 @@ def test_classes_that_return_parts_of_tensors_are_not_cached():
 INPUTS = {
     "more samples": lambda input: torch.cat([input, input]),
     "float64": lambda input: input.double(),
-    "integers": lambda input: input.int(),
-    "more channels": lambda input: torch.cat([input, input], 1),
-    "no channels": lambda input: input[0, 0],
     "another device": lambda input: input.to("meta"),
-    "nested": lambda input: nested(),
-    "nested, jagged": lambda input: nested(torch.jagged),
-    "sparse": lambda input: input.to_sparse(),
-    "sparse rows": lambda input: input[..., 0].to_sparse_csr(),
-    "mkldnn": lambda input: input[..., 0].to_mkldnn(),
-    "quantized": lambda input: torch.quantize_per_tensor(input[..., 0], 0.1, 0, torch.quint8),
-    "None": lambda input: None,
 }
 
 
-def by_function(layer, input, is_named=True, **altered):
+def by_function(layer, input, is_named=True):
     tensors = {name: getattr(layer, name).detach() for name in TENSORS}
     options = {"training": layer.training, "process_group": layer.process_group, "layer": layer if is_named else None}
-    return bagua_syncbn.sync_batch_norm(input, **{**tensors, **altered}, **options)
+    return bagua_syncbn.sync_batch_norm(input, **tensors, **options)
 
 
 @pytest.mark.parametrize("around", [plain, by_function, partial(by_function, is_named=False)])
 @pytest.mark.parametrize("alter", INPUTS)
 def test_every_change_of_the_input_is_noticed(alter, around):
     kind, *_ = compare(alter=INPUTS[alter], around=around, first=around)
-    assert isinstance(kind, type) == (alter not in ("more samples", "float64"))
-
-
-ATTRIBUTES = "dtype", "device", "shape", "layout", "stride"
-ALTERED = {
-    "no tensor": lambda tensor: SimpleNamespace(**{name: getattr(tensor, name) for name in ATTRIBUTES}),
-    "another device": lambda tensor: tensor.to("meta"),
-    "bool": lambda tensor: tensor.bool(),
-    "size": lambda tensor: torch.cat([tensor, tensor]) if tensor.dim() else tensor.repeat(2),
-}
-
-
-def with_residual(layer, input, name="", alter=None):
-    tensors = {"residual": input.detach()}
-    if name:
-        tensors[name] = alter(tensors[name] if name in tensors else getattr(layer, name).detach())
-    return by_function(layer, input, **tensors)
-
-
-@pytest.mark.parametrize(("name", "how"), [*product((*TENSORS, "residual"), ALTERED), ("residual", "sparse")])
-def test_invalid_tensors_raise_after_valid_ones(name, how):
-    alter = ALTERED.get(how, torch.Tensor.to_sparse)
-    kind, _ = compare(around=partial(with_residual, name=name, alter=alter), first=with_residual)
-    assert issubclass(kind, Exception)
+    assert isinstance(kind, type) == (alter == "another device")
 
 
 def left_over_from_grad(layer, input):

@@ -125,28 +125,9 @@ def test_compiled_data_parallel_models_equal_eager(pool, wrap_first, backend):
     pool.run(partial(compare, backend, wrap=WRAPPERS[backend], wrap_first=wrap_first), 2)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("own forward", marks=IF_TRACED), *CHECKPOINTED])
+@pytest.mark.parametrize("kind", [pytest.param("own forward", marks=IF_TRACED), *CHECKPOINTED, "autocast"])
 def test_compiled_models_of_other_kinds_equal_eager(pool, kind):
-    pool.run(partial(compare, "aot_eager", kind=kind), 2)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", ["ranks", "one rank"])
-def test_second_derivatives_through_compiled_code_are_refused(kind):
-    """torch rejects second derivatives with other backends."""
-    layer = SyncBatchNorm(3, momentum=None, process_group=1 if kind == "one rank" else None)
-    compiled = torch.compile(layer, backend="eager", fullgraph=True)
-    input = torch.randn(4, 3, requires_grad=True)
-    for wanted in (input, layer.weight):
-        (grad,) = torch.autograd.grad(compiled(input).sin().sum(), wanted, create_graph=True)
-        with pytest.raises(RuntimeError, match="sync_batch_norm: compiled code has no second derivatives"):
-            grad.square().sum().backward()
-    compiled(input).sin().sum().backward(create_graph=True)
-    assert input.grad is not None
-
-
-def test_compiled_models_under_autocast_equal_eager(pool):
-    pool.run(partial(compare, "aot_eager", autocast=True), 2)
+    pool.run(partial(compare, "aot_eager", kind=kind, autocast=kind == "autocast"), 2)
 
 
 def layer_in(kind):
