@@ -1,5 +1,6 @@
 """Activation checkpointing: recomputed calls use the statistics of the original call."""
 
+import copy
 import gc
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
@@ -8,13 +9,36 @@ from threading import Thread
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 from bagua_syncbn import Repeatable, SyncBatchNorm, convert_sync_batchnorm, masked, sync_batch_norm
 from tests.helpers.checkpoints import CHECKPOINTS, kept_checkpoint, plainly
-from tests.helpers.programs import SPLITS, check_program
+from tests.helpers.observed import collectives
+from tests.helpers.steps import check_ranks, draw
 from tests.helpers.user_layers import BatchNormAct1d
+
+SPLITS = (2, 5)
+
+
+def check_program(program, layer, reference=None):
+    """Compares two steps of ``program(layer, input, own)`` on ranks with ``reference``, or ``program``, in one process.
+
+    ``own`` returns this rank's share of a batch. Returns the collectives of this rank.
+    """
+    splits, rank = (SPLITS, dist.get_rank()) if dist.is_initialized() else ((sum(SPLITS),), 0)
+    plain = copy.deepcopy(layer).double()
+    model = convert_sync_batchnorm(copy.deepcopy(plain))
+    with collectives() as sent:
+        for seed in range(2):
+            input, grad_output = draw(2, sum(SPLITS), 4, seed=seed)
+            check_ranks(
+                *(model, plain, input, grad_output, splits),
+                call=lambda x: program(model, x, lambda batch: batch.split(splits)[rank]),
+                reference=lambda x: (reference or program)(plain, x, lambda batch: batch),
+            )
+    return sent
 
 
 def siamese(layer, input, own, around=plainly):
@@ -57,12 +81,32 @@ def check_checkpoints(cls, program, threaded):
             assert check_program(checkpointed, layer, reference) == sent, how
 
 
-@pytest.mark.parametrize("threaded", [False, True])
-@pytest.mark.parametrize("program", [siamese, of_no_layer, around_its_own_checkpoint])
-@pytest.mark.parametrize("cls", [nn.BatchNorm1d, BatchNormAct1d])
+@pytest.mark.parametrize(("cls", "program", "threaded"), [
+    (nn.BatchNorm1d, siamese, True),
+    (nn.BatchNorm1d, of_no_layer, False),
+    (BatchNormAct1d, siamese, False),
+    (BatchNormAct1d, around_its_own_checkpoint, True),
+])  # fmt: skip
 def test_recomputed_calls_send_nothing(pool, cls, program, threaded):
     pool.run(check_checkpoints, 2, cls, program, threaded)
     check_checkpoints(cls, program, threaded)
+
+
+def with_a_call_in_a_hook(layer, input, own):
+    output = layer(input).sin()
+    output.register_hook(lambda grad: layer(grad))
+    return output
+
+
+# On ranks, and in a single process with F.batch_norm or the kernels of ranks.
+@pytest.mark.parametrize(("is_job", "momentum"), [(True, 0.1), (False, 0.1), (False, None)])
+def test_a_forward_inside_backward_is_a_new_call(pool, is_job, momentum):
+    """Unless it is checkpointed."""
+    layer = nn.BatchNorm1d(4, momentum=momentum)
+    if is_job:
+        pool.run(check_program, 2, with_a_call_in_a_hook, layer)
+    else:
+        check_program(with_a_call_in_a_hook, layer)
 
 
 def test_selective_checkpoints_do_not_mix_up_saved_tensors():
@@ -131,21 +175,6 @@ def test_recomputation_that_differs_raises(block, message):
     output = CHECKPOINTS["reentrant"](lambda x: block(layer, x, next(runs)), torch.randn(4, 3, requires_grad=True))
     with pytest.raises(RuntimeError, match=message):
         output.sum().backward()
-
-
-@pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
-def test_invalid_calls_raise_again_in_recomputation(how):
-    layer, input = SyncBatchNorm(3), torch.randn(4, 3, requires_grad=True)
-
-    def block(input):
-        for refused in (input[:1], input[:, :2]):  # one value per channel, too few channels
-            with suppress(ValueError, RuntimeError):
-                layer(refused)
-        return layer(input).sin()
-
-    for around, factor in ((CHECKPOINTS[how], 1), (plainly, -1)):
-        (factor * around(block, input).sum()).backward()
-    torch.testing.assert_close(input.grad, torch.zeros_like(input))
 
 
 @pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
