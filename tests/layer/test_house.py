@@ -14,85 +14,72 @@ from tests.helpers.steps import draw, step
 
 PACKAGE = Path(bagua_syncbn.__file__).parent
 # Extras: folders that attach to the core from outside. Training over two ranks needs torch's engine in communicators.
-EXTRAS = (
-    *("reliability", "cuda", "memory", "data_parallel", "verification", "contrib", "dry_run", "masked"),
-    *(
-        "running_statistics",
-        "sharded",
-        "over_ranks",
-        "vacancy",
-        "with_bagua",
-        "sync_group",
-        "communicators.hosts",
-        "communicators.shared",
-    ),
-)
+EXTRAS = """
+    reliability cuda memory data_parallel verification contrib dry_run masked running_statistics sharded over_ranks vacancy
+    with_bagua sync_group communicators.hosts communicators.shared
+""".split()
 
-# The package as a folder, without running __init__.
-BARE = """
+# Folders, and folders that they must not import.
+ROOMS = {"ops": {"groups", "step"}, "groups": {"ops", "step", "communicators"}, "communicators": {"ops"}}
+
+# Imports the package as a folder, without running __init__: first each room in a fork, then a converted layer on two
+# forked ranks, in which extras cannot be imported.
+ALONE = """
 import importlib, os, sys, types
 import torch, torch.distributed as dist
+path, store, *extras = sys.argv[1:]
 package = types.ModuleType("bagua_syncbn")
-package.__path__ = [sys.argv[1]]
+package.__path__ = [path]
 sys.modules["bagua_syncbn"] = package
-"""
-
-IMPORTS = """
-for room in sys.argv[2:]:
-    if os.fork() == 0:
-        importlib.import_module(f"bagua_syncbn.{room}")
-        print(room, *{name.split(".")[1] for name in sys.modules if name.startswith("bagua_syncbn.")}, flush=True)
-        os._exit(0)
-    os.wait()
-"""
-
-
-def test_ops_communicators_and_the_exchange_depend_in_one_direction():
-    rooms = {"ops": {"groups", "step"}, "groups": {"ops", "step", "communicators"}, "communicators": {"ops"}}
-    command = [sys.executable, "-c", BARE + IMPORTS, str(PACKAGE), *rooms]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    imported = {room: set(rest) for room, *rest in map(str.split, printed)}
-    assert imported.keys() == rooms.keys()
-    for room, others in rooms.items():
-        assert not imported[room] & others
-
-
-# Two forked ranks, in which extras cannot be imported.
-ALONE = """
-store, *extras = sys.argv[2:]
 sys.modules.update(dict.fromkeys(f"bagua_syncbn.{name}" for name in extras))
+
+def forked(run, *args):
+    if os.fork() == 0:
+        sys.stdout.write(f"{args[0], run(*args)}\\n")
+        sys.stdout.flush()
+        os._exit(0)
+
+def imports_of(room):
+    importlib.import_module(f"bagua_syncbn.{room}")
+    return [name.split(".")[1] for name, module in sys.modules.items() if module and name.startswith("bagua_syncbn.")]
+
+def train(rank):
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    layer = convert_sync_batchnorm(torch.nn.BatchNorm1d(4, dtype=torch.float64))
+    own = slice(rank, None, 2)
+    for order in (1, 1, 2):
+        found = step(layer, draw(6, 4)[own], draw(6, 4, seed=2)[own], order=order)
+    dist.destroy_process_group()
+    return found["running_var"].tolist(), found["input.grad"].tolist()
+
+for room in ("ops", "groups", "communicators"):
+    forked(imports_of, room)
 import bagua_syncbn.communicators
 from bagua_syncbn.conversion import convert_sync_batchnorm
 from tests.helpers.steps import draw, step
 for rank in range(2):
-    if os.fork() == 0:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-        layer = convert_sync_batchnorm(torch.nn.BatchNorm1d(4, dtype=torch.float64))
-        own = slice(rank, None, 2)
-        for order in (1, 1, 2):
-            found = step(layer, draw(6, 4)[own], draw(6, 4, seed=2)[own], order=order)
-        dist.destroy_process_group()
-        sys.stdout.write(f"{rank, found['running_var'].tolist(), found['input.grad'].tolist()}\\n")
-        sys.stdout.flush()
-        os._exit(0)
-for _ in range(2):
+    forked(train, rank)
+for _ in range(5):
     os.wait()
 """
 
 
-def test_a_converted_layer_trains_over_ranks_without_the_extras(tmp_path):
+def test_folders_depend_in_one_direction_and_a_converted_layer_needs_no_extra(tmp_path):
     for name in EXTRAS:
         path = PACKAGE.joinpath(*name.split("."))
         assert path.is_dir() or path.with_suffix(".py").exists()
-    command = [sys.executable, "-c", BARE + ALONE, str(PACKAGE), str(tmp_path / "store"), *EXTRAS]
+    command = [sys.executable, "-c", ALONE, str(PACKAGE), str(tmp_path / "store"), *EXTRAS]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    found = dict(map(ast.literal_eval, printed))
+    assert found.keys() == {*ROOMS, 0, 1}
+    for room, others in ROOMS.items():
+        assert not others & {*found[room]}
     layer = nn.BatchNorm1d(4, dtype=torch.float64)
     for order in (1, 1, 2):
         expected = step(layer, draw(6, 4), order=order)
-    for rank, *found in sorted(map(ast.literal_eval, printed)):
+    for rank in range(2):
         wanted = expected["running_var"], expected["input.grad"][rank::2]
-        torch.testing.assert_close(tuple(torch.tensor(each, dtype=torch.float64) for each in found), wanted)
-    assert len(printed) == 2
+        torch.testing.assert_close(tuple(torch.tensor(each, dtype=torch.float64) for each in found[rank]), wanted)
 
 
 PRIVATE = re.compile(
