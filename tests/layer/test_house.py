@@ -14,10 +14,10 @@ from tests.helpers.steps import draw, step
 
 PACKAGE = Path(bagua_syncbn.__file__).parent
 # Extras: folders that attach to the core from outside. Training over two ranks needs torch's engine in communicators.
-EXTRAS = """
-    reliability cuda memory data_parallel verification contrib dry_run masked running_statistics sharded over_ranks vacancy
-    with_bagua sync_group communicators.hosts communicators.shared
-""".split()
+EXTRAS = [
+    "reliability", "cuda", "memory", "data_parallel", "verification", "contrib", "dry_run", "masked", "over_ranks",
+    "running_statistics", "sharded", "vacancy", "with_bagua", "sync_group", "communicators.hosts", "communicators.shared",
+]  # fmt: skip
 
 # Folders, and folders that they must not import.
 ROOMS = {"ops": {"groups", "step"}, "groups": {"ops", "step", "communicators"}, "communicators": {"ops"}}
