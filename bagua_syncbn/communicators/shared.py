@@ -37,14 +37,14 @@ class SharedCommunicator(TorchCommunicator):
     Sums are bitwise equal on all ranks, because each rank adds in rank order. The memory lives as long as the group.
     """
 
-    __slots__ = ("_begun", "_most_gathered", "_most_summed", "_native", "_segment")
+    __slots__ = ("_begun", "_most_gathered", "_native", "_segment")
 
     def __init__(self, group: Any, segment: Any) -> None:
         super().__init__(group)
         self._native, self._segment = native_library(), segment
         self._begun: list[Published] = []
-        # Sizes of messages that go through shared memory, equal on all ranks, compiled or not.
-        self._most_gathered = self._most_summed = MOST_VALUES
+        # Maximum sizes in shared memory: equal on all ranks, compiled or not.
+        self._most_gathered = MOST_VALUES
         _by_name[self.name] = self
         finalize(group, self._close).atexit = False  # type: ignore[misc]  # the system frees the memory at exit
 
@@ -56,7 +56,7 @@ class SharedCommunicator(TorchCommunicator):
         return self._exchange(GATHER, packed.contiguous(), packed.new_empty((self.size, packed.numel())))
 
     def all_reduce(self, packed: Tensor) -> Tensor:
-        if not packed.is_cpu or packed.numel() > self._most_summed.get(packed.dtype, -1):
+        if not packed.is_cpu or packed.numel() > MOST_VALUES.get(packed.dtype, -1):
             return super().all_reduce(packed)
         if torch.compiler.is_compiling() or type(packed) is not Tensor:
             return torch.ops.bagua_syncbn.exchange(packed, self.name, self.size, True)  # type: ignore[no-any-return]
@@ -68,7 +68,7 @@ class SharedCommunicator(TorchCommunicator):
         return self._begin(GATHER, packed) if is_small else super().begin_all_gather(packed)
 
     def begin_all_reduce(self, packed: Tensor) -> AsyncCollective:
-        is_small = packed.is_cpu and packed.numel() <= self._most_summed.get(packed.dtype, -1)
+        is_small = packed.is_cpu and packed.numel() <= MOST_VALUES.get(packed.dtype, -1)
         return self._begin(SUM, packed) if is_small else super().begin_all_reduce(packed)
 
     def _exchange(self, kind: int, packed: Tensor, target: Tensor) -> Tensor:
