@@ -2,10 +2,9 @@
 
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -54,31 +53,21 @@ def unchanged(model: nn.Module) -> Iterator[None]:
                 part._buffers.update(buffers)
 
 
-def observe_inputs(
-    model: nn.Module,
-    layers: Mapping[str, nn.Module],
-    callback: Callable[[str, Any, Any, Any], None],
-    batches: Iterable[Any],
-    forward: Callable[[Any], Any],
-    training: bool,
-) -> None:
-    """Runs ``forward`` on ``batches`` without gradients or communication; restores the state of ``model``.
+@contextmanager
+def dry_run(model: nn.Module, training: Collection[nn.Module] = ()) -> Iterator[None]:
+    """Runs ``model`` without gradients or communication inside the context; restores its state on exit.
 
-    Calls ``callback(name, module, args, kwargs)`` before each layer call. The ``layers`` run in training
-    mode if ``training`` is true. All remaining modules run in evaluation mode.
+    The layers ``training`` run in training mode, all other modules in evaluation mode.
     """
-    local, training_layers = spec_of(LOCAL), set(layers.values()) if training else set()
-    with unchanged(model), torch.no_grad(), ExitStack() as hooks:
+    local = spec_of(LOCAL)
+    with unchanged(model), torch.no_grad():
         for part in model.modules():
-            vars(part)["training"] = part in training_layers  # train() and eval() have side effects in some modules
+            vars(part)["training"] = part in training  # train() and eval() have side effects in some modules
             if isinstance(part, DistributedDataParallel):
                 part.broadcast_buffers = False
             if isinstance(part, SyncBatchNorm):
                 vars(part)["_sync_state"] = replace(part._sync_state, group=local, caches={})
-        for name, layer in layers.items():
-            hooks.callback(layer.register_forward_pre_hook(partial(callback, name), with_kwargs=True).remove)
-        for batch in batches:
-            forward(batch)
+        yield
 
 
 def forward_of(module: nn.Module, forward: object, device: Any) -> Callable[[Any], Any]:

@@ -111,9 +111,9 @@ def sync_batch_norm(
             ``leaky_relu`` or the alpha of ``elu``, such as ``("leaky_relu", 0.2)``; a module such as ``nn.ReLU()``; or
             None.
         residual: :math:`r`, (N, C, \*), same dtype and device as ``input``, in any memory format; or None.
-        mask: bool, (N, 1, \*) or 1 in any dimension. True for positions that the statistics include. All other
-            positions are normalized with the same statistics. Ranks may differ in whether they pass a mask, and all
-            positions of a rank may be masked.
+        mask: bool, (N, 1, \*); dimensions of size 1 broadcast. True for positions that the statistics include. All
+            other positions are normalized with the same statistics. Ranks may differ in whether they pass a mask, and
+            all positions of a rank may be masked.
         zero_masked: whether output and gradient are 0 at masked positions, even if the input is NaN there.
 
     Returns:

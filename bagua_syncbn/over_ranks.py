@@ -47,7 +47,8 @@ def mean_over_ranks(
 
     Args:
         values: per-sample losses of this rank (``reduction="none"``), in any shape.
-        mask: bool, the size of ``values`` or 1 in any dimension: True for values to include; None for all values.
+        mask: bool, in the shape of ``values``, where dimensions of size 1 broadcast; True for values to include; None
+            for all values.
         process_group: the ranks over which gradients are reduced, as for :func:`sync_batch_norm`; None for the whole
             job.
         count: overrides :math:`n_r`, by default the number of values. In gradient accumulation, pass the number in all

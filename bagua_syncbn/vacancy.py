@@ -4,9 +4,7 @@ Equals :mod:`bagua_syncbn.data_parallel`, but training replicas divide by
 :math:`\\sqrt{\\max(\\mathrm{Var}[x], \\epsilon)}` instead of :math:`\\sqrt{\\mathrm{Var}[x] + \\epsilon}`.
 """
 
-from contextlib import AbstractContextManager
 from typing import Any, TypeVar
-from unittest import mock
 
 from torch import nn
 
@@ -48,13 +46,3 @@ def convert_model(module: _Module) -> _Module:
     for child in data_parallel.convert_model(module).modules():
         child.__class__ = _CLASSES.get(type(child), type(child))
     return module
-
-
-def patch_sync_batchnorm() -> AbstractContextManager[Any]:
-    """Works like :func:`bagua_syncbn.data_parallel.patch_sync_batchnorm`, with the classes of this module."""
-    return mock.patch.multiple(
-        nn,
-        BatchNorm1d=SynchronizedBatchNorm1d,
-        BatchNorm2d=SynchronizedBatchNorm2d,
-        BatchNorm3d=SynchronizedBatchNorm3d,
-    )

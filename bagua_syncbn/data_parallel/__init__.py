@@ -9,7 +9,6 @@ from .wrapper import (
     convert_model,
     execute_replication_callbacks,
     patch_replication_callback,
-    patch_sync_batchnorm,
 )
 
 __all__ = [
@@ -21,5 +20,4 @@ __all__ = [
     "convert_model",
     "execute_replication_callbacks",
     "patch_replication_callback",
-    "patch_sync_batchnorm",
 ]

@@ -2,17 +2,15 @@
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from ..conversion import convert_sync_batchnorm
 from ..names import name_of
-from ..sync_batchnorm import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d, refuse_alone
+from ..sync_batchnorm import SyncBatchNorm, refuse_alone
 from ..threads import this_thread
 from ..torch_internals.modules import device_index, pytree
 from .replicas import CallbackContext, Replicas
@@ -214,19 +212,3 @@ def convert_model(module: _Module) -> _Module:
         if isinstance(child, nn.DataParallel):
             patch_replication_callback(child)
     return module
-
-
-def patch_sync_batchnorm() -> AbstractContextManager[Any]:
-    """Replaces ``torch.nn.BatchNorm1d``, ``2d`` and ``3d`` with the synchronized classes inside the context.
-
-    Calls of ``nn.BatchNorm2d(...)`` then build synchronized layers, in all threads. Names imported earlier, e.g. with
-    ``from torch.nn import BatchNorm2d``, do not change.
-
-    Example::
-
-        >>> with patch_sync_batchnorm():
-        ...     model = torchvision.models.resnet18()
-    """
-    return mock.patch.multiple(
-        nn, BatchNorm1d=SyncBatchNorm1d, BatchNorm2d=SyncBatchNorm2d, BatchNorm3d=SyncBatchNorm3d
-    )

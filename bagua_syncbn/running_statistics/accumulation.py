@@ -63,11 +63,6 @@ class Accumulation:
             merge_stats(self.row, buffers, self._options)
 
 
-def accumulation_of(layer: SyncBatchNorm) -> Accumulation | None:
-    """Returns the accumulation of ``layer`` inside :func:`accumulate_statistics`; None outside."""
-    return layer._sync_state.attached(Accumulation)
-
-
 @contextmanager
 def accumulate_statistics(model: nn.Module) -> Iterator[None]:
     """Updates the running statistics of ``model`` once for all micro-batches of a step, on exit of the context.
@@ -97,7 +92,7 @@ def accumulate_statistics(model: nn.Module) -> Iterator[None]:
     """
 
     def outermost(layer: SyncBatchNorm) -> Accumulation | None:
-        return None if accumulation_of(layer) else Accumulation(layer)
+        return None if layer._sync_state.attached(Accumulation) else Accumulation(layer)
 
     with attached(model, "accumulate_statistics", Accumulation, outermost) as accumulations:
         yield

@@ -100,11 +100,7 @@ def merge_statistics(module: nn.Module, process_group: Any = None, *, weight: fl
 def layers_with_statistics(module: nn.Module) -> dict[str, Any]:
     """Returns the layers of ``module`` that have running statistics and are not frozen, by name."""
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)}
-    return {
-        name: layer
-        for name, layer in layers.items()
-        if layer.running_mean is not None and layer.running_var is not None and not is_frozen(layer)
-    }
+    return {name: layer for name, layer in layers.items() if layer.running_mean is not None and not is_frozen(layer)}
 
 
 def merged_over_ranks(

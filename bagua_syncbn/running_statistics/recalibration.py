@@ -7,7 +7,7 @@ from warnings import warn
 import torch
 from torch import nn
 
-from ..dry_run import forward_of, observe_inputs
+from ..dry_run import dry_run, forward_of
 from ..errors import notifies_peers
 from ..groups import spec_of
 from ..models import attached, check_module
@@ -83,8 +83,9 @@ def recalibrate_statistics(
     device_of_ranks = next((layer.running_mean.device for layer in layers.values()), torch.device("cpu"))
     nothing = torch.empty(0, dtype=torch.float64, device=device_of_ranks)
     sum_over_ranks(nothing, communicator, _NAME, module, "before its batches")
-    with attached(module, _NAME, Accumulation, Accumulation) as found:
-        observe_inputs(module, layers, lambda *_: None, remaining, run, training=True)
+    with attached(module, _NAME, Accumulation, Accumulation) as found, dry_run(module, set(layers.values())):
+        for batch in remaining:
+            run(batch)
     own = {name: Moments.of_row(found[layer].row[0]) for name, layer in layers.items()}
     merged = merged_over_ranks(_NAME, module, own, communicator)
     counts = {name: moments.weight.item() for name, moments in merged.items()}

@@ -1,7 +1,9 @@
 """Batch noise: the error of batch statistics relative to the statistics of all data, per layer."""
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf, sqrt
 from typing import Any, NamedTuple
 from warnings import warn
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..checks import is_distributed
-from ..dry_run import forward_of, observe_inputs
+from ..dry_run import dry_run, forward_of
 from ..masked import is_masked
 from ..models import check_module
 from ..sync_batchnorm import SyncBatchNorm
@@ -165,7 +167,11 @@ def _observe(module: nn.Module, batches: Iterable[Any], forward: object, device:
             features = torch.stack([values.mean(2), values.square().mean(2)], -1).cpu()
             found.setdefault(name, []).append(_Input(features, values.size(2), layer.eps))
 
-    observe_inputs(module, layers, add, batches, run_model, training=False)
+    with dry_run(module), ExitStack() as hooks:
+        for name, layer in layers.items():
+            hooks.callback(layer.register_forward_pre_hook(partial(add, name), with_kwargs=True).remove)
+        for batch in batches:
+            run_model(batch)
     return found
 
 

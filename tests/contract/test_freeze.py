@@ -99,9 +99,10 @@ def test_an_unfrozen_layer_gets_the_mode_of_its_parent():
     model[1].eval()
     unfreeze_statistics(model)
     assert [model[0].training, model[1][0].training] == [True, False]
-    layer = freeze_statistics(freeze_statistics(SyncBatchNorm2d(3).eval()))
+    layer = freeze_statistics(SyncBatchNorm2d(3).eval())
     assert not unfreeze_statistics(layer).training
-    assert unfreeze_statistics(freeze_statistics(layer).train()).training
+    layer = freeze_statistics(freeze_statistics(layer).train())
+    assert unfreeze_statistics(layer).training
 
 
 def test_filters_select_the_layers_to_freeze():

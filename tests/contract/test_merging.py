@@ -75,19 +75,6 @@ def test_merged_statistics_equal_the_mixture_of_all_ranks(batches, is_counted, c
     assert third.total() == int(size > 1)
 
 
-@pytest.mark.ranks(3)
-def test_repeated_merges_average_over_all_batches_of_all_ranks():
-    rank, model = dist.get_rank(), nn.BatchNorm1d(3, momentum=None).double()
-    seen = []
-    for epoch in range(3):
-        for _ in range(1 + (rank + epoch) % 3):
-            seen.append(torch.randn(4, 3, dtype=torch.float64) + rank)
-            model(seen[-1])
-        merge_statistics(model)
-    batches = [batch for own in gathered(seen) for batch in own]
-    torch.testing.assert_close(model.running_mean, torch.stack([batch.mean(0) for batch in batches]).mean(0))
-
-
 @pytest.mark.ranks(4)
 def test_groups_are_weighted_by_their_number_of_ranks():
     rank = dist.get_rank()

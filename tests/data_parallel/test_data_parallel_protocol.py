@@ -13,11 +13,9 @@ from bagua_syncbn.data_parallel import (
     DataParallelWithCallback,
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
-    SynchronizedBatchNorm3d,
     convert_model,
     execute_replication_callbacks,
     patch_replication_callback,
-    patch_sync_batchnorm,
     replicas,
 )
 from tests.helpers.replicated import GPU_PLACES, PLACES, Steps, build, check_equal, draw_step, parallel, promptly, run
@@ -118,23 +116,11 @@ def test_torchs_wrapper_and_its_layers_are_converted_in_place():
     assert model.module is module
     assert model.note == "kept"
     assert list(module) == layers
-    assert type(layers[0]) is SynchronizedBatchNorm2d
+    assert all(isinstance(layer, bagua_syncbn.SyncBatchNorm) for layer in layers)
     assert isinstance(layers[1], BatchNormReLU)
-    assert isinstance(layers[1], bagua_syncbn.SyncBatchNorm)
     assert layers[2].eps_mode == "clamp"
     with pytest.raises(TypeError, match=r"data_parallel: expected a torch.nn.DataParallel, got Linear"):
         patch_replication_callback(nn.Linear(2, 2))
-
-
-def test_patched_names_are_torchs_again_after_an_error():
-    torchs, built = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), []
-    with pytest.raises(KeyError), patch_sync_batchnorm():  # noqa: PT012
-        with patch_sync_batchnorm():
-            built.append(nn.BatchNorm2d(2, eps=1e-3))
-        built += [nn.BatchNorm1d(2, device="cpu"), nn.BatchNorm3d(2)]
-        raise KeyError
-    assert (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) == torchs
-    assert [*map(type, built)] == [SynchronizedBatchNorm2d, SynchronizedBatchNorm1d, SynchronizedBatchNorm3d]
 
 
 class InAStream(nn.Module):
