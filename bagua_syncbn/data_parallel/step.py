@@ -57,9 +57,9 @@ class Replica:
 
 
 def _forward(norm: Normalization, call: Call, sent: Sequence[Any]) -> list[TensorSequence]:
-    """Returns the output of each replica; updates the buffers of ``call``.
+    """Returns each replica's output; updates the buffers of ``call``.
 
-    Each replica sends input, weight, bias, residual and a row of statistics.
+    ``sent`` has each replica's input, weight, bias, residual and row of statistics.
     """
     rows = torch.stack([row.to(sent[0][0].device) for *_, row in sent])
     buffers = call.tracked_buffers if call.accumulate is None else call.accumulate(rows, 1, norm.options)
@@ -81,7 +81,7 @@ class _Replicated(torch.autograd.Function):
     def forward(
         ctx: Any, norm: Normalization, statistics: Sequence[Sequence[Tensor]], *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """Returns the outputs of all replicas. ``tensors`` are input, weight, bias and residual of each replica."""
+        """Returns each replica's output. ``tensors`` are each replica's input, weight, bias and residual."""
         activation = norm.options.activation
         outputs, kept = [], []
         for (input, weight, bias, residual), own in zip(_by_replica(tensors, 4), statistics, strict=True):
@@ -98,7 +98,7 @@ class _Replicated(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, grad_outputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """Returns the gradients of all tensors of all replicas."""
+    """Returns the gradients of ``tensors`` in :meth:`_Replicated.forward`."""
     norm, needed, rows = ctx.norm, ctx.needs_input_grad[2:], _by_replica(ctx.saved_tensors, 7)
     if torch.is_grad_enabled() or is_transforming() or any(map(is_batched, grad_outputs)):
         compute = partial(_differentiable, norm=norm)
