@@ -21,7 +21,7 @@ def freeze_statistics(module: _Module, filter: Filter | None = None) -> _Module:
 
     Frozen layers do not communicate, and their buffers do not change. They remain in evaluation mode after ``train()``,
     in copies and pickles, after loading a state dict, and after a second conversion. ``repr`` and
-    :func:`conversion_report` mark them. Weight and bias still train, unless they do not require gradients.
+    :func:`conversion_report` mark them. Weight and bias still train; ``layer.requires_grad_(False)`` freezes them.
 
     Args:
         module: the converted model, wrapped or not; or a single layer. All ranks of a group must freeze the same

@@ -127,11 +127,8 @@ def test_invalid_masks_raise():
     layer, input = SyncBatchNorm(3), torch.randn(4, 3, 9)
     mask = torch.ones(4, 1, 9, dtype=torch.bool)
     for error, match, masks in (
-        (TypeError, "mask: expected a bool", {"mask": mask.float()}),
         *((ValueError, "mask: expected the size of", {"mask": part}) for part in (mask[:3], mask[0], mask[:, 0, 0])),
         (RuntimeError, "mask: expected a tensor on cpu", {"mask": mask.to("meta")}),
-        (TypeError, "mask: expected a tensor, got list", {"mask": mask.tolist()}),
-        (TypeError, "residual: expected a tensor, got list", {"residual": input.tolist()}),
     ):
         with pytest.raises(error, match=match):
             layer(input, **masks)

@@ -42,7 +42,6 @@ class Model(nn.Module):
 
 # Numbers of batches by rank, and whether counters count them (else they are 0).
 @pytest.mark.parametrize(("batches", "is_counted", "convert"), [
-    pytest.param((3,), True, True, marks=pytest.mark.ranks(1)),
     pytest.param((2, 1, 3), False, False, marks=pytest.mark.ranks(3)),
     pytest.param((2, 1, 0, 5), True, True, marks=pytest.mark.ranks(4)),
 ], ids=str)  # fmt: skip
@@ -61,18 +60,18 @@ def test_merged_statistics_equal_the_mixture_of_all_ranks(batches, is_counted, c
     every = gathered([[buffer.clone() for buffer in buffers] for buffers in state])
     merge_statistics(model, weight=weights[rank])
     factors = [count * weight * is_counted for count, weight in zip(batches, weights, strict=True)]
-    for number, (mean, var) in enumerate(state if size > 1 else ()):
+    for number, (mean, var) in enumerate(state):
         expected = mixture([own[number] for own in every], factors)
         torch.testing.assert_close((mean, var), tuple(value.to(mean.dtype) for value in expected))
     for name, buffer in model.state_dict().items():
-        if "num_batches" in name or name.startswith("kept") or size == 1:
+        if "num_batches" in name or name.startswith("kept"):
             assert torch.equal(buffer, before[name]), name
         else:
             assert all(torch.equal(buffer, other) for other in gathered(buffer)), name
     merge_statistics(model, weight=weights[rank])
     with collectives() as third:  # without a probe
         merge_statistics(model, weight=weights[rank])
-    assert third.total() == int(size > 1)
+    assert third.total() == 1
 
 
 @pytest.mark.ranks(4)

@@ -12,9 +12,8 @@ from torch import nn
 
 from bagua_syncbn.communicators import LOCAL
 from bagua_syncbn.data_parallel import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, convert_model
-from tests.helpers.replicated import PLACES, build, check_equal, draw_step, parallel, run
+from tests.helpers.replicated import PLACES, build, draw_step, parallel, run
 from tests.helpers.steps import assert_same_bits, draw
-from tests.helpers.tolerances import assert_close
 
 pytestmark = pytest.mark.usefixtures("single_threaded")
 
@@ -28,14 +27,14 @@ def test_replicas_equal_the_full_batch(place, count, samples):
     actual = parallel(convert_model(copy.deepcopy(expected)), place, count)
     for step in range(3):
         given = draw_step(samples, step)
-        check_equal(run(actual, *given), run(expected, *given), f" at step {step}")
+        torch.testing.assert_close(run(actual, *given), run(expected, *given))
     batch, _ = given
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             output = actual(batch)
-            assert_close(output.cpu(), expected(batch), f"output with {mode}")
+            torch.testing.assert_close(output.cpu(), expected(batch))
         assert not output.requires_grad
-    assert_close(actual.eval()(batch).cpu(), expected.eval()(batch), "output in evaluation")
+    torch.testing.assert_close(actual.eval()(batch).cpu(), expected.eval()(batch))
 
 
 class OnePart(nn.Module):
@@ -70,8 +69,8 @@ def test_a_partly_detached_replica_still_takes_part_in_the_statistics(place, det
     whole = batch.clone().requires_grad_()
     actual(whole).sin().sum().backward()
     for grad, part in zip(whole.grad.split(3), parts, strict=True):
-        assert_close(grad, torch.zeros_like(part) if part.grad is None else part.grad, "input.grad")
-    assert_close(actual.module.layer.weight.grad.cpu(), expected.weight.grad, "weight.grad")
+        torch.testing.assert_close(grad, torch.zeros_like(part) if part.grad is None else part.grad)
+    torch.testing.assert_close(actual.module.layer.weight.grad.cpu(), expected.weight.grad)
 
 
 class Recording(nn.Module):
@@ -122,7 +121,7 @@ def test_backward_can_be_repeated_and_takes_a_batch_of_gradients():
     grad_outputs = draw(3, *output.shape)
     grads = [torch.autograd.grad(output, batch, each, retain_graph=True)[0] for each in grad_outputs]
     together = torch.autograd.grad(output, batch, grad_outputs, is_grads_batched=True, retain_graph=True)
-    assert_close(together[0], torch.stack(grads), "batched gradients")
+    torch.testing.assert_close(together[0], torch.stack(grads))
     assert torch.equal(torch.autograd.grad(output, batch, grad_outputs[0])[0], grads[0])
 
 
@@ -140,7 +139,7 @@ def test_compiled_modules_run_uncompiled_as_replicas():
     model[0].compile(backend="eager")  # compiled code refers to this object
     model.compile(backend="eager")
     batch = torch.randn(6, 3)
-    assert_close(parallel(model, "cpu", 2)(batch), nn.BatchNorm1d(3)(batch), "output")
+    torch.testing.assert_close(parallel(model, "cpu", 2)(batch), nn.BatchNorm1d(3)(batch))
     assert model[0][0].num_batches_tracked == 1
 
 
@@ -165,4 +164,4 @@ class FixedStatistics(nn.BatchNorm1d):
 def test_layers_that_evaluate_in_training_work_in_replicas():
     plain = nn.Sequential(FixedStatistics(3), nn.BatchNorm1d(3)).double()
     model, given = convert_model(copy.deepcopy(plain)), draw(2, 6, 3)
-    check_equal(run(parallel(model, "cpu", 2), *given), run(plain, *given))
+    torch.testing.assert_close(run(parallel(model, "cpu", 2), *given), run(plain, *given))

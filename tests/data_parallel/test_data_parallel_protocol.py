@@ -11,16 +11,14 @@ import bagua_syncbn
 from bagua_syncbn import data_parallel as dp
 from bagua_syncbn.data_parallel import (
     DataParallelWithCallback,
-    SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
     convert_model,
     execute_replication_callbacks,
     patch_replication_callback,
     replicas,
 )
-from tests.helpers.replicated import GPU_PLACES, PLACES, Steps, build, check_equal, draw_step, parallel, promptly, run
+from tests.helpers.replicated import GPU_PLACES, PLACES, Steps, build, draw_step, parallel, promptly, run
 from tests.helpers.steps import draw
-from tests.helpers.tolerances import assert_close
 from tests.helpers.training import through_file
 from tests.helpers.user_layers import BatchNormReLU
 
@@ -60,8 +58,6 @@ def test_callbacks_reach_any_module_once_for_each_replica(place):
 def test_modules_that_are_not_replicas_of_one_model_raise():
     with pytest.raises(ValueError, match="longer"):
         execute_replication_callbacks([nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))])
-    with pytest.raises(AttributeError, match="replicas"):
-        SynchronizedBatchNorm1d(2).__data_parallel_replicate__(object(), 0)
 
 
 class Threads(nn.DataParallel):
@@ -99,7 +95,7 @@ def test_a_users_subclass_is_patched(patch):
     assert issubclass(cls, Threads)
     for model in (copy.deepcopy(actual), actual):
         assert type(model) is cls
-        check_equal(run(model, *given), run(copy.deepcopy(expected), *given))
+        torch.testing.assert_close(run(model, *given), run(copy.deepcopy(expected), *given))
     actual = Threads(Steps(lambda module, copy_id, input: module.late(input) if copy_id == 0 else input.missing))
     patch(actual)
     with pytest.raises(AttributeError, match="missing"):
@@ -159,7 +155,7 @@ def test_replicas_wait_for_side_streams_of_the_caller_and_of_each_other(place, i
     torch.cuda.synchronize()
     expected = run(expected, batch, grad_output)
     for name in ("output", "input.grad"):
-        assert_close(found[name], expected[name], name)
+        torch.testing.assert_close(found[name], expected[name])
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ from torch import nn
 import bagua_syncbn
 from bagua_syncbn import vacancy
 from bagua_syncbn.vacancy import DataParallelWithCallback, convert_model
-from tests.helpers.replicated import build, check_equal, draw_step, parallel, run
+from tests.helpers.replicated import build, draw_step, parallel, run
 
 pytestmark = pytest.mark.usefixtures("single_threaded")
 CLASSES = [vacancy.SynchronizedBatchNorm1d, vacancy.SynchronizedBatchNorm2d, vacancy.SynchronizedBatchNorm3d]
@@ -23,13 +23,13 @@ def test_only_training_replicas_clamp():
     clamped = bagua_syncbn.convert_sync_batchnorm(copy.deepcopy(model))
     clamped[0].eps_mode = clamped[1][1][0].eps_mode = "clamp"
     in_training = run(parallel(synchronized, "cpu", 2), *given)
-    check_equal(in_training, run(clamped, *given), " in replicas")
+    torch.testing.assert_close(in_training, run(clamped, *given))
     assert not torch.allclose(in_training["output"], run(model, *given)["output"])
     model.load_state_dict(synchronized.state_dict())
     expected = run(model.eval(), *given)
     for each in (synchronized.eval(), parallel(synchronized, "cpu", 2)):
-        check_equal(run(each, *given), expected, " in evaluation")
-    check_equal(run(synchronized.train(), *given), run(model.train(), *given), " alone")
+        torch.testing.assert_close(run(each, *given), expected)
+    torch.testing.assert_close(run(synchronized.train(), *given), run(model.train(), *given))
 
 
 def test_models_are_built_converted_pickled_and_reverted():

@@ -8,7 +8,6 @@ from torch import nn
 
 from bagua_syncbn.data_parallel import DataParallelWithCallback, SynchronizedBatchNorm1d, replicas
 from tests.helpers.steps import draw, step
-from tests.helpers.tolerances import assert_close
 
 GPU_PLACES = ("one GPU", "several GPUs")
 PLACES = ["cpu", *(pytest.param(place, marks=pytest.mark.gpu) for place in GPU_PLACES)]
@@ -48,15 +47,6 @@ def draw_step(samples, step=0):
 def run(model, batch, grad_output):
     """Runs one step; returns all results by name, on the CPU."""
     return {name.removeprefix("module."): value.cpu() for name, value in step(model, batch, grad_output).items()}
-
-
-def check_equal(actual, expected, where=""):
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        if name.endswith("num_batches_tracked"):
-            assert actual[name] == value
-        else:
-            assert_close(actual[name], value, f"{name}{where}")
 
 
 class Steps(nn.Module):
