@@ -24,8 +24,7 @@ ROOT = Path(__file__).parent
 CUDA_ARCHS = ["75", "80", "86", "90", "100", "120"]
 # LibTorch's stable ABI as of 2.10 and CPython's as of 3.10: one binary works with these and all later versions.
 STABLE_ABI = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DPy_LIMITED_API=0x030a0000"]
-# Without fused multiply-adds, all instruction sets compute the same bits.
-CXX_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-psabi"]
+CXX_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi"]
 # Without errno, which would turn each square root into a function call. Silences warnings about GCC's intrinsics
 # headers (GCC bug 105593); clang does not know -Wmaybe-uninitialized.
 CXX_FLAGS += ["-fno-math-errno", "-Wno-unknown-warning-option", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]

@@ -1,28 +1,20 @@
 // The supported float dtypes.
 //
-// To add a dtype: add a line here, its name in kDTypeNames, its storage type, conversions in cpu/loops/vectors.inl and
-// cuda/values.cuh, and a line in DTYPES (bagua_syncbn/ops/definition.py), in the same order.
+// To add a dtype: add a line here, its name in kDTypeNames, conversions in cpu/loops/vectors.inl and cuda/values.cuh,
+// and a line in DTYPES (bagua_syncbn/ops/definition.py), in the same order.
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
 
-// DO(name in torch's ScalarType, storage type in torch, in cpu/loops.h, in CUDA)
-#define BAGUA_SYNCBN_DTYPES(DO)                                          \
-  DO(Half, torch::headeronly::Half, HalfBits, __half)                    \
-  DO(BFloat16, torch::headeronly::BFloat16, BFloat16Bits, __nv_bfloat16) \
-  DO(Float, float, float, float)                                         \
-  DO(Double, double, double, double)
+// DO(name in torch's ScalarType, type in torch, type in CUDA)
+#define BAGUA_SYNCBN_DTYPES(DO)                            \
+  DO(Half, torch::headeronly::Half, __half)                \
+  DO(BFloat16, torch::headeronly::BFloat16, __nv_bfloat16) \
+  DO(Float, float, float)                                  \
+  DO(Double, double, double)
 
 namespace bagua_syncbn {
-
-// Storage types for half precision on CPU.
-struct HalfBits {
-  uint16_t bits;
-};
-struct BFloat16Bits {
-  uint16_t bits;
-};
 
 constexpr const char* kDTypeNames = "float16, bfloat16, float32 or float64";
 

@@ -11,8 +11,8 @@ namespace bagua_syncbn::cpu {
 
 void backward_elemt(const void* grads, const void* input, void* grad_input, DType dtype, const Geometry& g,
                     const BackwardElemtArguments& arguments, const uint8_t* mask, const Epilogue& epilogue, Device&) {
-  dispatch(dtype, [&](auto tag) {
-    using T = typename decltype(tag)::Stored;
+  dispatch(dtype, [&](auto zero) {
+    using T = decltype(zero);
     using A = Accumulate<T>;
     const A *sum_dy = static_cast<const A*>(arguments.sums), *sum_dy_xmu = sum_dy + g.channels;
     const bool same = sums_headers_agree(sum_dy + 2 * g.channels, arguments.header_size, arguments.ranks);

@@ -43,8 +43,8 @@ std::vector<double> interleaved_sums(const Gradients<T>& of, const Geometry& g, 
 void backward_reduce(const void* dy, const void* x, void* grad, DType dtype, const Geometry& g,
                      const BackwardReduceArguments& arguments, const Epilogue& epilogue, Device&) {
   const int64_t width = 2 * g.channels;
-  dispatch(dtype, [&](auto tag) {
-    using T = typename decltype(tag)::Stored;
+  dispatch(dtype, [&](auto zero) {
+    using T = decltype(zero);
     using A = Accumulate<T>;
     const Normalization<A> normalization(arguments.factors, g.channels, epilogue.act.parameter);
     const Gradients<T> of{static_cast<const T*>(dy), static_cast<const T*>(x), static_cast<const T*>(epilogue.residual),

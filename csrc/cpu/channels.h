@@ -9,20 +9,13 @@
 
 namespace bagua_syncbn::cpu {
 
-// C++ types of a dtype: torch's type, with conversions, and the loops' storage type.
-template <typename T, typename S>
-struct TypeTag {
-  using type = T;
-  using Stored = S;
-};
-
-// Calls `body(TypeTag())` for `dtype`.
+// Calls `body` with a value of type `dtype`.
 template <typename Body>
 void dispatch(DType dtype, const Body& body) {
   switch (dtype) {
-#define BAGUA_SYNCBN_CASE(name, torch_type, Stored, ...) \
-  case DType::k##name:                                   \
-    return body(TypeTag<torch_type, Stored>());
+#define BAGUA_SYNCBN_CASE(name, type, ...) \
+  case DType::k##name:                     \
+    return body(type());
     BAGUA_SYNCBN_DTYPES(BAGUA_SYNCBN_CASE)
 #undef BAGUA_SYNCBN_CASE
   }
@@ -40,8 +33,8 @@ class ChannelArray {
     own_.assign(count, otherwise);
     values_ = own_.data();
     if (tensor.data == nullptr) return;
-    dispatch(tensor.dtype, [&](auto tag) {
-      const auto* data = static_cast<const typename decltype(tag)::type*>(tensor.data);
+    dispatch(tensor.dtype, [&](auto zero) {
+      const auto* data = static_cast<const decltype(zero)*>(tensor.data);
       for (int64_t c = 0; c < count; ++c) own_[c] = static_cast<A>(data[c]);
     });
   }
@@ -58,8 +51,8 @@ class ChannelArray {
 // Sets each value to value(channel, old value).
 template <typename Value>
 void write_channels(const MutablePerChannel& tensor, int64_t count, const Value& value) {
-  dispatch(tensor.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
+  dispatch(tensor.dtype, [&](auto zero) {
+    using T = decltype(zero);
     T* data = static_cast<T*>(tensor.data);
     for (int64_t c = 0; c < count; ++c) data[c] = static_cast<T>(static_cast<Accumulate<T>>(value(c, data[c])));
   });

@@ -8,8 +8,8 @@ namespace bagua_syncbn::cpu {
 
 void elemt(const void* input, void* output, DType dtype, const Geometry& g, const Factors& tensors,
            const Epilogue& epilogue, Device&) {
-  dispatch(dtype, [&](auto tag) {
-    using T = typename decltype(tag)::Stored;
+  dispatch(dtype, [&](auto zero) {
+    using T = decltype(zero);
     const Normalization<Accumulate<T>> normalization(tensors, g.channels, epilogue.act.parameter);
     const T *x = static_cast<const T*>(input), *residual = static_cast<const T*>(epilogue.residual);
     T* y = static_cast<T*>(output);

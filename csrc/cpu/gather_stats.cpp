@@ -47,8 +47,8 @@ bool all_finite(const std::vector<double>& values) {
 
 void gather_stats(const GatherArguments& arguments, Device&) {
   const int64_t channels = arguments.channels, header_size = arguments.header_size;
-  dispatch(arguments.accumulate, [&](auto tag) {
-    using A = Accumulate<typename decltype(tag)::Stored>;
+  dispatch(arguments.accumulate, [&](auto zero) {
+    using A = Accumulate<decltype(zero)>;
     std::vector<double> mean(channels), var(channels);
     const A* rows = static_cast<const A*>(arguments.gathered);
     const double* sums = static_cast<const double*>(arguments.gathered);

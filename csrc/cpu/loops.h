@@ -1,19 +1,11 @@
 // The inner loops, compiled for each instruction set. loops() picks one at run time.
-//
-// All instruction sets give the same bits: for any vector width, element j of a span is added to lane j % kLanes,
-// without fused multiply-adds.
 #pragma once
-
-#include <cstdint>
-#include <type_traits>
 
 #include "../activations.h"
 #include "../dtypes.h"
-#include "../host_device.h"
+#include "../stable_abi.h"
 
 namespace bagua_syncbn {
-
-constexpr int kLanes = 64;
 
 // Results of a reduction: mean and sum of squared deviations (m2), or sums of g and g * (x - mean).
 struct Pair {
@@ -96,8 +88,7 @@ struct Loops {
   ActivatedLoops<T> activated[kActivations];
 };
 
-// Returns the loops for this CPU's best instruction set, or a lower one set by BAGUA_SYNCBN_CPU_CAPABILITY ("baseline",
-// "avx2").
+// Returns the loops for this CPU's best instruction set, or a lower one set by BAGUA_SYNCBN_CPU_CAPABILITY.
 template <typename T>
 const Loops<T>& loops();
 

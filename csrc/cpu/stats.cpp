@@ -7,20 +7,13 @@
 namespace bagua_syncbn::cpu {
 namespace {
 
-// Returns the sum of n bytes, each 0 or 1. Adds 8-byte words, whose bytes overflow after 255 additions.
+// Returns the sum of n bytes, each 0 or 1.
 int64_t count_of(const uint8_t* valid, int64_t n) {
-  constexpr int64_t kWord = 8, kMost = 255;
   int64_t count = 0, j = 0;
-  while (j + kWord <= n) {
-    const int64_t words = std::min(kMost, (n - j) / kWord);
-    uint64_t sums = 0;
-    for (int64_t w = 0; w < words; ++w, j += kWord) {
-      uint64_t word;
-      std::memcpy(&word, valid + j, kWord);
-      sums += word;
-    }
-    constexpr uint64_t kEven = 0x00ff00ff00ff00ff;
-    count += static_cast<int64_t>(((sums & kEven) + (sums >> 8 & kEven)) * 0x0001000100010001 >> 48);
+  for (; j + 8 <= n; j += 8) {
+    uint64_t word;
+    std::memcpy(&word, valid + j, 8);
+    count += static_cast<int64_t>(word * 0x0101010101010101 >> 56);  // the upper byte of the product is the sum
   }
   for (; j < n; ++j) count += valid[j];
   return count;
@@ -42,20 +35,16 @@ struct MergeMoments {
 // Returns [mean | m2].
 template <typename T>
 std::vector<double> planar_stats(const T* x, const Geometry& g, const uint8_t* mask) {
-  constexpr int64_t kSample = 256, kMaskedSample = 1024;
   const int64_t stride = g.channels * g.inner;
   return reduce_planar<MergeMoments>(
       g, [&](int64_t channel, int64_t sample, int64_t offset, int64_t rows, int64_t n, Pair& moments) {
         const uint8_t* valid = mask ? mask + sample * g.inner + offset : nullptr;
         const int64_t count = valid ? count_of(valid, rows * n) : rows * n;
         if (count == 0) return count;
-        Sample first{1, std::min(kSample, n), std::min(kSample, n)};
-        if (count == rows * n) {
-          valid = nullptr;
-        } else {
-          first = {1, std::min(kMaskedSample, n), count_of(valid, std::min(kMaskedSample, n))};
-          if (64 * first.count < count) first = {rows, n, count};
-        }
+        if (count == rows * n) valid = nullptr;
+        const int64_t sampled = std::min<int64_t>(valid ? 1024 : 256, n);
+        Sample first{1, sampled, valid ? count_of(valid, sampled) : sampled};
+        if (64 * first.count < count) first = {rows, n, count};
         const T* span = x + sample * stride + channel * g.inner + offset;
         moments = loops<T>().moments(span, valid, rows, n, stride, first, count);
         return count;
@@ -82,8 +71,8 @@ std::vector<double> interleaved_stats(const T* x, const Geometry& g, const uint8
 void stats(const void* x, DType dtype, const Geometry& g, const uint8_t* mask, void* packed, const Header& header,
            Device&) {
   const int64_t count = mask ? count_of(mask, g.rows()) : g.rows();
-  dispatch(dtype, [&](auto tag) {
-    using T = typename decltype(tag)::Stored;
+  dispatch(dtype, [&](auto zero) {
+    using T = decltype(zero);
     std::vector<double> moments(2 * g.channels);  // zeros if there are no values
     if (count > 0)
       moments = (g.interleaved ? interleaved_stats<T> : planar_stats<T>)(static_cast<const T*>(x), g, mask);

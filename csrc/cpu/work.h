@@ -50,9 +50,8 @@ bool streams(const T* output, const Geometry& g) {
 // Reductions return two results per channel, [2][channels]. Merge(count, added) merges the results of `added` values
 // into the results of `count` values: merge(first, second, added_first, added_second). The input must not be empty.
 
-// Planar: splits the (batch, inner) values of a channel into parts, along the batch first, and parts into spans of
-// about kSpan values. reduce(channel, sample, offset, rows, n, result) reduces a span of `rows` rows of n values and
-// returns the number of valid values.
+// Planar: splits the rows of a channel into spans of up to kSpan values, and spans into parts. reduce(channel, sample,
+// offset, rows, n, result) reduces a span of `rows` rows of n values and returns the number of valid values.
 template <typename Merge, typename Reduce>
 std::vector<double> reduce_planar(const Geometry& g, const Reduce& reduce) {
   struct Part {
@@ -64,26 +63,20 @@ std::vector<double> reduce_planar(const Geometry& g, const Reduce& reduce) {
       count += added_count;
     }
   };
-  const int64_t wanted = std::clamp<int64_t>(kParts / g.channels, 1, std::max<int64_t>(1, g.rows() / kGrain));
-  const int64_t along_batch = std::min(wanted, g.batch), along_inner = wanted / along_batch;
-  const int64_t parts = along_batch * along_inner;
+  // At most 64 rows, so that the first row is a large enough sample for the pivot (see moments in loops/planar.inl).
+  const int64_t rows = std::clamp<int64_t>(kSpan / g.inner, 1, 64), pieces = (g.inner + kSpan - 1) / kSpan;
+  const int64_t spans = (g.batch + rows - 1) / rows * pieces;
+  const int64_t parts = std::clamp<int64_t>(kParts / g.channels, 1, std::max<int64_t>(1, g.rows() / kGrain));
   std::vector<Part> results(g.channels * parts);
   parallel_over(g.channels * parts, g.rows() / parts, [&](int64_t begin, int64_t end) {
     for (int64_t unit = begin; unit < end; ++unit) {
-      const int64_t b = unit % parts / along_inner, i = unit % along_inner;
-      const int64_t batch_end = g.batch * (b + 1) / along_batch, inner_end = g.inner * (i + 1) / along_inner;
-      const int64_t inner_begin = g.inner * i / along_inner;
-      if (inner_begin == inner_end) continue;
-      // At most 64 rows, so that the first row is a large enough sample for the pivot (see moments in
-      // loops/planar.inl).
-      const int64_t rows = std::clamp<int64_t>(kSpan / (inner_end - inner_begin), 1, 64);
-      for (int64_t n = g.batch * b / along_batch; n < batch_end; n += rows) {
-        for (int64_t s = inner_begin; s < inner_end; s += kSpan) {
-          Pair span;
-          const int64_t count =
-              reduce(unit / parts, n, s, std::min(rows, batch_end - n), std::min(kSpan, inner_end - s), span);
-          results[unit].add(span, count);
-        }
+      const int64_t last = spans * (unit % parts + 1) / parts;
+      for (int64_t span = spans * (unit % parts) / parts; span < last; ++span) {
+        const int64_t n = span / pieces * rows, s = span % pieces * kSpan;
+        Pair moments;
+        const int64_t count =
+            reduce(unit / parts, n, s, std::min(rows, g.batch - n), std::min(kSpan, g.inner - s), moments);
+        results[unit].add(moments, count);
       }
     }
   });

@@ -127,8 +127,8 @@ __device__ __forceinline__ void store_slot(T* y, const Slot<W>& slot, const Pack
 template <typename Body>
 BAGUA_SYNCBN_HOST_DEVICE auto dispatch(DType dtype, const Body& body) {
   switch (dtype) {
-#define BAGUA_SYNCBN_CASE(name, torch_type, cpu_type, Stored) \
-  case DType::k##name:                                        \
+#define BAGUA_SYNCBN_CASE(name, torch_type, Stored) \
+  case DType::k##name:                              \
     return body(Stored());
     BAGUA_SYNCBN_DTYPES(BAGUA_SYNCBN_CASE)
 #undef BAGUA_SYNCBN_CASE

@@ -1,16 +1,11 @@
 """The ops on ATen's CUDA kernels, which CPU functions (aten_functions.py) simulate."""
 
-from unittest.mock import patch
-
 import pytest
 import torch
 
-from bagua_syncbn import ops
 from bagua_syncbn.cuda import aten, selection
 from bagua_syncbn.ops import native, reference
-from bagua_syncbn.ops.definition import SCHEMAS
 from tests.helpers.aten_functions import ATEN
-from tests.helpers.cases import Case, compare, run_ranks
 from tests.helpers.comparison import OpCase, check
 
 
@@ -77,14 +72,3 @@ def test_the_first_cuda_call_without_cuda_kernels_says_what_to_install(called, m
     messages = [str(each.message) for each in recwarn]
     assert len(messages) == can_be_native
     assert all("no CUDA kernels. Build them with nvcc 12.4 or later: BAGUA_SYNCBN_BUILD=cuda" in m for m in messages)
-
-
-def run_by_aten(cases):
-    computed = {name: getattr(aten, name) for name in SCHEMAS}
-    with patch.multiple(torch, **ATEN), patch.multiple(ops, **computed):
-        return run_ranks(cases)
-
-
-def test_ranks_with_uneven_batches_give_what_one_process_gives(pool):
-    case = Case((5, 0, 2), (6, 5, 5), options={"momentum": None})
-    compare(case, [result for (result,) in pool.run(run_by_aten, len(case.splits), [case])])

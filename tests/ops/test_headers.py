@@ -69,21 +69,6 @@ def test_the_first_invalid_count_is_found(ops, low, high):
     check_fault(ops, rows, [2, 1, *HEADER, *HEADER])
 
 
-@pytest.mark.parametrize("momentum", [0.1, None])
-def test_summed_statistics_merge_like_gathered_ones(ops, momentum):
-    inputs, fault = [torch.randn(n, CHANNELS, 3) + 5 for n in (4, 0, 7)], torch.zeros(8, dtype=torch.int64)
-    sums = sum(ops.batch_norm_stats(input, FULL, 0, None, True) for input in inputs)
-    rows = torch.stack([ops.batch_norm_stats(input) for input in inputs])
-    results = []
-    for received, more in ((sums, (fault, False, 3, 41)), (rows, ())):
-        tracked = buffers()
-        merged = ops.batch_norm_gather_stats(received, *tracked, momentum, 1e-5, *more)
-        assert [tensor.dtype for tensor in merged] == [torch.float32, torch.float32, torch.int64]
-        results.append([*merged, *tracked])
-    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
-    assert not fault.any()
-
-
 SUM_FAULT = [3, -41, 0, 0, 0, 0, 0, 0]
 
 
@@ -152,15 +137,6 @@ def test_counts_are_exact_up_to_the_largest(ops, low, high):
     rows = gathered(ops, [], [], dtype=torch.float64)
     rows[0, -2], rows[0, -1] = low, high
     assert ops.batch_norm_gather_stats(rows, None, None, None, None, 1e-5)[2] == low + high * 2**24 + 12
-
-
-@pytest.mark.parametrize("fingerprint", [0, FULL, 5 + 6 * 2**12 + 4095 * 2**24])
-def test_a_summed_header_holds_the_parts_of_a_fingerprint_and_their_squares(ops, fingerprint):
-    input, ones = torch.randn(4, CHANNELS, 3), torch.ones(CHANNELS)
-    sums, *_ = ops.batch_norm_backward_reduce(input, input, ones, ones, None, fingerprint)
-    parts, squares = sums[2 * CHANNELS :].to(torch.int64).view(3, 2).unbind(1)
-    assert torch.equal(squares, parts**2)
-    assert parts[0] + parts[1] * 2**12 + parts[2] * 2**24 == fingerprint
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8, 64, 1000, 1024])

@@ -1,6 +1,5 @@
 """Rounding, reproducibility and memory of the CPU kernels. test_values.py compares values."""
 
-import json
 import os
 import subprocess
 import sys
@@ -35,85 +34,77 @@ def test_activations_are_within_two_units_in_the_last_place(name):
     torch.testing.assert_close(actual.double().flatten(), act.of(z.double()), rtol=2**-22, atol=2**-32)
 
 
-def test_bfloat16_rounds_to_nearest_even_and_keeps_nan():
-    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
-    values = torch.cat([bits.view(torch.bfloat16).float() * (1 + k * 2**-9) for k in range(4)]).view(4, 1, -1)
-    zero, one = torch.zeros(1), torch.ones(1)
-    normalized = ops.batch_norm_elemt(values.bfloat16(), None, None, zero, one)
-    torch.testing.assert_close(normalized, values.bfloat16(), rtol=0, atol=0, equal_nan=True)
-    scaled = ops.batch_norm_elemt(values.bfloat16(), None, None, zero, one / 3)
-    expected = (values.bfloat16().float() * (one / 3)).bfloat16()
-    torch.testing.assert_close(scaled, expected, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize(("dtype", "half_unit"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)], ids=str)
-def test_ties_round_to_even_and_nan_stays_nan(dtype, half_unit):
-    values = torch.arange(1, 2, 2 * half_unit).to(dtype).view(1, 1, -1)
-    zero, one = torch.zeros(1), torch.ones(1)
-    output = ops.batch_norm_elemt(values, None, torch.tensor([half_unit]), zero, one)
-    assert torch.equal(output, (values.float() + half_unit).to(dtype))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_outputs_are_rounded_as_torch_does(dtype):
+    values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).view(1, 1, -1)
+    zero = torch.zeros(1)
+    for scale, shift in ((1, 0), (1 / 3, 0), (1, 2**-8), (1, 2**-11)):  # the last two: ties
+        invstd, bias = torch.tensor([scale, shift], dtype=torch.float32).split(1)
+        output = ops.batch_norm_elemt(values, None, bias, zero, invstd)
+        expected = (values.float() * invstd + bias).to(dtype)
+        torch.testing.assert_close(output, expected, rtol=0, atol=0, equal_nan=True)
     nan = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)  # all mantissa bits set
     assert ops.batch_norm_elemt(torch.ones(40, 2, dtype=dtype), None, None, zero.expand(2), nan).isnan().all()
 
 
-BITS = """
-import hashlib, json, os, sys, torch
+def results_of(input, grad_output, mask):
+    """Returns the results of all ops that read the input."""
+    stats = ops.batch_norm_stats(input)
+    mean, invstd, count = ops.batch_norm_gather_stats(stats[None], None, None, None, None, 1e-5)
+    sums, *grads = ops.batch_norm_backward_reduce(grad_output, input, mean, invstd, mean)
+    gradient = grad_output, input, mean, mean, invstd, sums, count
+    return [
+        *(stats, sums, *grads, ops.batch_norm_stats(input, mask=mask)),
+        ops.batch_norm_elemt(input, mean, mean, mean, invstd),
+        ops.batch_norm_elemt(input, mean, mean, mean, invstd, grad_output, 5, 0.0),
+        ops.batch_norm_backward_elemt(*gradient),
+        ops.batch_norm_backward_elemt(*gradient, mask=mask),
+        ops.batch_norm_backward_elemt(*gradient, bias=mean, activation=5),
+    ]
 
 
-def bits(ops, threads):
-    torch.set_num_threads(threads)
-    torch.manual_seed(0)
-    digest = hashlib.sha256()
-    small = [(shape, dtype) for dtype in ops.DTYPES for shape in ((3, 2, 70001), (6, 5, 77), (2000, 37), (3, 65, 1))]
-    # Except in the baseline, outputs of 16 MiB or more use streaming stores if rows are multiples of 64 bytes.
-    large = [(shape, torch.float32) for shape in ((2, 8, 520, 512), (2, 32, 260, 256), (2, 9, 520, 513))]
-    inputs = [(*each, torch.contiguous_format) for each in (*small, *large, ((2, 8, 1030, 512), torch.bfloat16))]
-    inputs += [(*each, torch.channels_last) for each in (large[1], ((16, 65, 65, 65), torch.float32))]
-    for shape, dtype, layout in inputs:
-        x, dy = (torch.randn(shape).to(dtype).contiguous(memory_format=layout) for _ in range(2))
-        stats = ops.batch_norm_stats(x)
-        mean, invstd, count = ops.batch_norm_gather_stats(stats[None], None, None, None, None, 1e-5)
-        y = ops.batch_norm_elemt(x, mean, mean, mean, invstd)
-        sums, *grads = ops.batch_norm_backward_reduce(dy, x, mean, invstd, mean)
-        dx = ops.batch_norm_backward_elemt(dy, x, mean, mean, invstd, sums, count)
-        results = [stats, y, sums, *grads, dx]
-        mask = torch.rand(x.select(1, 0).shape) < 0.5
-        gradient = ops.batch_norm_backward_elemt(dy, x, mean, mean, invstd, sums, count, mask=mask)
-        results += [ops.batch_norm_stats(x, mask=mask), gradient]
-        codes = range(len(ops.activations.ACTIVATIONS) + 1)
-        codes = codes if x.numel() < 10000 else codes[ops.DTYPES.index(dtype) :: 4]
-        for code in codes if len(shape) == 3 else (8,):
-            residual, grad = 50 * dy, torch.empty_like(x)  # exponentials overflow
-            results.append(ops.batch_norm_elemt(x, mean, mean, mean, invstd, residual, code, 0.3))
-            reduced = (dy, x, mean, invstd, mean, None, mean)
-            results += [*ops.batch_norm_backward_reduce(*reduced, residual, code, 0.3, grad), grad]
-            ops.batch_norm_backward_elemt(grad, x, mean, mean, invstd, sums, count, grad_input=grad)
-            results += ops.batch_norm_backward_reduce(*reduced, None, code, 0.3)
-            factors = (mean, mean, invstd, sums, count)
-            results.append(ops.batch_norm_backward_elemt(dy, x, *factors, bias=mean, activation=code, parameter=0.3))
-        for result in results:
-            digest.update(result.contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+@pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(3, 2, 70001), (70, 5, 777), (2, 300, 40), (20000, 37), (3, 65, 1)], ids=str)
+def test_results_are_bitwise_equal_for_any_number_of_threads(shape, dtype):
+    arguments = *torch.randn(2, *shape).to(dtype).unbind(), torch.rand(shape[0], *shape[2:]) < 0.5
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            results.append(results_of(*arguments))
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
-for given in sys.argv[1:]:  # forks, to import torch only once
-    capability, *threads = given.split(",")
-    if os.fork() == 0:
-        os.environ["BAGUA_SYNCBN_CPU_CAPABILITY"] = capability
+
+@pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_streaming_stores_write_the_same_values(layout, dtype):
+    """Outputs of 16 MiB or more use streaming stores; a sample has half of that."""
+    input, grad_output = (laid_out(torch.randn(2, 64, 2**17 // dtype.itemsize, 1).to(dtype), layout) for _ in range(2))
+    mean, sums, count = torch.rand(64), torch.randn(128), torch.tensor(9)
+
+    def outputs(x, dy):
+        gradient = dy, x, mean, mean, mean, sums.to(ops.accumulate_dtype(dtype)), count
+        return ops.batch_norm_elemt(x, mean, mean, mean, mean), ops.batch_norm_backward_elemt(*gradient)
+
+    samples = zip(*(outputs(*sample) for sample in zip(input.split(1), grad_output.split(1), strict=True)), strict=True)
+    torch.testing.assert_close(outputs(input, grad_output), tuple(map(torch.cat, samples)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("capability", ["baseline", "avx2"])
+def test_the_loops_of_lower_instruction_sets_agree_with_plain_torch(capability):
+    if ops.KERNELS.removesuffix(", cuda").endswith(capability):
+        pytest.skip("all other tests run these loops")
+    program = """if 1:
+        import torch
         from bagua_syncbn import ops
-        print(json.dumps([ops.KERNELS, *(bits(ops, int(number)) for number in threads)]), flush=True)
-        os._exit(0)
-    os.wait()
-"""
-
-
-def test_results_are_bitwise_equal_for_any_instruction_set_and_number_of_threads():
-    command = [sys.executable, "-c", BITS, "baseline,2", "avx512,1,3", "avx2,2"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    (name, *digests), *rest = map(json.loads, printed.splitlines())
-    assert name.removesuffix(", cuda") == "native, cpu: baseline"
-    digests += [digest for _, *others in rest for digest in others]
-    assert len(digests) == 4
-    assert len(set(digests)) == 1
+        from bagua_syncbn.cuda.comparison import find_difference
+        print(ops.KERNELS, [find_difference(ops, torch.device("cpu"), dtype) for dtype in ops.DTYPES])
+    """
+    environment = os.environ | {"BAGUA_SYNCBN_CPU_CAPABILITY": capability}
+    printed = subprocess.check_output([sys.executable, "-c", program], env=environment, text=True)
+    assert printed == f"native, cpu: {capability} [None, None, None, None]\n"
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])

@@ -28,16 +28,8 @@ def arguments(name, shape=(4, 3, 5), dtype=torch.float32, parameter_dtype=None, 
         "batch_norm_backward_elemt": (grad_output, input, scale, mean, invstd, sums, count),
     }[name.split()[0]]
     mask, residual = torch.rand(input.select(1, 0).shape) < 0.5, torch.randn(shape).to(dtype)
-    fault = torch.zeros(8, dtype=torch.int64)
-    if name == "batch_norm_gather_stats fault":
-        said = torch.eye(len(gathered), 3, dtype=accumulate)
-        given = torch.cat([gathered, said], 1), *given[1:]
-    if name == "batch_norm_backward_elemt fault":
-        given = *given[:-2], torch.cat([sums, torch.arange(6, dtype=accumulate)]), count
     more = {
         "batch_norm_stats mask": (None, 0, mask),
-        "batch_norm_gather_stats fault": (fault,),
-        "batch_norm_backward_elemt fault": (1, fault, 9),
         "batch_norm_elemt act": (residual, 4, 0.5),
         "batch_norm_backward_reduce act": (None, bias, residual, 4, 0.5, torch.zeros_like(input)),
         "batch_norm_backward_elemt mask": (1, None, 0, mask),
@@ -49,9 +41,6 @@ def arguments(name, shape=(4, 3, 5), dtype=torch.float32, parameter_dtype=None, 
 OPS = [name for name in dir(ops) if name.startswith("batch_norm_")]
 ACTIVATED = [f"batch_norm_{name} act" for name in ("elemt", "backward_reduce", "backward_elemt")]
 NAMES = [*OPS, "batch_norm_stats mask", "batch_norm_backward_elemt mask", *ACTIVATED]
-
-
-FAULTS = ["batch_norm_gather_stats fault", "batch_norm_backward_elemt fault"]
 
 
 def op_of(name):
@@ -85,34 +74,6 @@ def test_opcheck_of_shapes_and_dtypes(name):
         torch.library.opcheck(op_of(name), arguments(name, *given), test_utils=FAST_CHECKS)
 
 
-@pytest.mark.parametrize("is_strided", [False, True], ids=["dense", "strided"])
-@pytest.mark.parametrize("name", [*NAMES, *FAULTS, "batch_norm_backward_elemt into"])
-@pytest.mark.parametrize("implementation", ["here", "emulated"], indirect=True)
-def test_copy_on_write_tensors_are_copied_only_where_ops_write(implementation, name, is_strided):
-    op = getattr(implementation[1], name.split()[0])
-
-    def place(key):
-        tensor = given[key]
-        strided = is_strided and tensor.dtype.is_floating_point and not key.startswith("running_")
-        return torch.stack([tensor, tensor], -1)[..., 0] if strided else tensor.clone()
-
-    given = dict(zip((argument.name for argument in op._schema.arguments), arguments(name), strict=False))
-    if name == "batch_norm_backward_elemt into":
-        given["grad_input"] = torch.zeros_like(given["input"])
-    tensors = {key: place(key) for key, value in given.items() if isinstance(value, torch.Tensor)}
-    shared = {key: torch._lazy_clone(tensor) for key, tensor in tensors.items()}
-    own = {key: place(key) for key in tensors}
-    results, expected = op(**given | shared), op(**given | own)
-    torch.testing.assert_close(results, expected, rtol=0, atol=0, equal_nan=True)
-    written = {argument.name for argument in op._schema.arguments if argument.alias_info}
-    changed = {"fault"} if "fault" in given else written  # in this case, buffers do not change
-    for key, tensor in shared.items():
-        assert torch.equal(tensors[key], given[key]), key
-        assert torch.equal(tensor, own[key]), key
-        assert torch._C._is_cow_tensor(tensor) == (key not in written), key
-        assert torch.equal(own[key], given[key]) == (key not in changed), key
-
-
 @pytest.mark.parametrize("name", [*NAMES, "batch_norm_gather_stats average"])
 def test_reads_nothing_on_the_host(name):
     args = arguments(name)
@@ -125,21 +86,13 @@ def test_stats_by_hand():
     assert ops.batch_norm_stats(input).tolist() == [3.0, 2.0, 3.5, 9.0, 4.0, 0.0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("count", [0, 7, 2**24 - 1, 2**24, 2**24 + 1, 3 * 2**24 + 5])
-def test_counts_are_exact(dtype, count):
-    packed = ops.batch_norm_stats(torch.zeros((), dtype=dtype).expand(1, 1, count))
+@pytest.mark.parametrize("count", [0, 7, 2**24 - 1, 2**24, 2**24 + 1])
+def test_counts_are_exact(count):
+    packed = ops.batch_norm_stats(torch.zeros((), dtype=torch.float16).expand(1, 1, count))
     assert packed.dtype == torch.float32
     assert int(packed[-2]) + 2**24 * int(packed[-1]) == count
     _, _, merged = ops.batch_norm_gather_stats(packed.expand(3, -1), None, None, None, None, 1e-5)
     assert merged.item() == 3 * count
-
-
-def test_gradients_of_parameters_share_no_memory_with_the_sums():
-    sums, *grads = ops.batch_norm_backward_reduce(*arguments("batch_norm_backward_reduce"))
-    for grad in grads:
-        grad.zero_()
-    assert sums.abs().min() > 0
 
 
 @pytest.mark.parametrize("counts", [(0, 0), (1, 0), (0, 1)])

@@ -29,7 +29,7 @@ template <bool kColumns, typename A>
 struct Factor {
   const A* all;
   Vec<A> one;
-  Factor(const A* all, int64_t channel) : all(all), one(broadcast(all[kColumns ? 0 : channel])) {}
+  Factor(const A* all, int64_t channel) : all(all), one(of<Vec<A>>(all[kColumns ? 0 : channel])) {}
 
   template <typename Access>
   BAGUA_SYNCBN_IN_LOOPS Vec<A> at(int64_t column, const Access& access) const {
@@ -52,10 +52,9 @@ struct Normalize {
 };
 
 // `residual` may be null.
-template <typename Activation, bool kColumns, typename T, typename A>
-BAGUA_SYNCBN_IN_LOOPS void normalize_rows(const T* x, const T* residual, T* y, Rows rows,
-                                          const NormalizeFactors<A>& factors) {
-  const Vec<A> p = broadcast(factors.parameter);
+template <typename Activation, bool kColumns, typename T, typename A = Accumulate<T>>
+void normalize(const T* x, const T* residual, T* y, Rows rows, const NormalizeFactors<A>& factors) {
+  const Vec<A> p = of<Vec<A>>(factors.parameter);
   const int64_t n = rows.n;
   for_each_row(rows, factors.stream, [&](int64_t row, int64_t channel, auto stream) __attribute__((always_inline)) {
     const Normalize<kColumns, A> normalized(factors, channel);
@@ -72,19 +71,11 @@ BAGUA_SYNCBN_IN_LOOPS void normalize_rows(const T* x, const T* residual, T* y, R
   });
 }
 
-template <typename Activation, bool kColumns, typename T, typename A = Accumulate<T>>
-void normalize(const T* x, const T* residual, T* y, Rows rows, const NormalizeFactors<A>& factors) {
-  if constexpr (std::is_same_v<Activation, Identity>) {  // the most common loop, without a branch on the residual
-    if (residual == nullptr) return normalize_rows<Identity, kColumns, T>(x, nullptr, y, rows, factors);
-  }
-  normalize_rows<Activation, kColumns>(x, residual, y, rows, factors);
-}
-
 template <typename Activation, bool kColumns, bool kMasked, typename T, typename A>
 BAGUA_SYNCBN_IN_LOOPS void gradient_rows(const T* dy, const T* x, T* dx, const uint8_t* valid, Rows rows,
                                          const GradientFactors<A>& factors) {
   constexpr bool kMaskedLanes = kMasked && !kColumns, kMaskedRows = kMasked && kColumns;
-  const Vec<A> p = broadcast(factors.parameter);
+  const Vec<A> p = of<Vec<A>>(factors.parameter);
   const int64_t n = rows.n;
   for_each_row(rows, factors.stream, [&](int64_t row, int64_t channel, auto stream) __attribute__((always_inline)) {
     const Normalize<kColumns, A> normalized(factors, channel);
@@ -125,8 +116,11 @@ struct GradientOf {
   T* g;
   Normalize<kColumns, A> normalized;
   Vec<A> p;
-  GradientOf(const Gradients<T>& of, int64_t channel)
-      : residual(of.residual), g(of.g), normalized(of.factors, channel), p(broadcast(of.factors.parameter)) {}
+  GradientOf(const Gradients<T>& arguments, int64_t channel)
+      : residual(arguments.residual),
+        g(arguments.g),
+        normalized(arguments.factors, channel),
+        p(of<Vec<A>>(arguments.factors.parameter)) {}
 
   template <typename Access>
   BAGUA_SYNCBN_IN_LOOPS Vec<A> operator()(Vec<A> dy, Vec<A> x, int64_t offset, int64_t column,

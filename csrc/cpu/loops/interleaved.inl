@@ -72,7 +72,7 @@ BAGUA_SYNCBN_IN_LOOPS void moments_columns_of(const T* x, const RowAt& row_at, i
   add_columns(rows, channels, pivots, deviations,
               [&](Vec<A>& sum, Vec<A>& square_sum, Vec<A> pivot, int64_t row, int64_t column, const auto& access) {
                 const T* p = x + row_at(row) * channels + column;
-                prefetch(p + ahead);
+                access.fetch(p + ahead);
                 const Vec<A> deviation = access.load(p) - pivot;
                 sum += deviation;
                 square_sum += deviation * deviation;
@@ -95,16 +95,16 @@ void moments_columns(const T* x, const int64_t* list, int64_t rows, int64_t chan
 }
 
 template <typename Activation, typename T, typename A = Accumulate<T>>
-void grad_sums_columns(const Gradients<T>& of, int64_t rows, int64_t channels, A* columns, double* out) {
-  const GradientOf<Activation, true, T> gradient(of, 0);
+void grad_sums_columns(const Gradients<T>& arguments, int64_t rows, int64_t channels, A* columns, double* out) {
+  const GradientOf<Activation, true, T> gradient(arguments, 0);
   const int64_t ahead = group_ahead(channels);
-  add_columns(rows, channels, of.factors.mean, columns,
+  add_columns(rows, channels, arguments.factors.mean, columns,
               [&](Vec<A>& sum_dy, Vec<A>& sum_dy_xmu, Vec<A> mean, int64_t row, int64_t column, const auto& access) {
                 const int64_t offset = row * channels + column;
-                prefetch(of.dy + offset + ahead);
-                prefetch(of.x + offset + ahead);
-                const Vec<A> value = access.load(of.x + offset);
-                const Vec<A> grad = gradient(access.load(of.dy + offset), value, offset, column, access);
+                access.fetch(arguments.dy + offset + ahead);
+                access.fetch(arguments.x + offset + ahead);
+                const Vec<A> value = access.load(arguments.x + offset);
+                const Vec<A> grad = gradient(access.load(arguments.dy + offset), value, offset, column, access);
                 sum_dy += grad;
                 sum_dy_xmu += grad * (value - mean);
               });

@@ -1,32 +1,12 @@
-// Functions for activations. Float: polynomials, within 2 units in the last place of the result (normal_cdf: of 1),
-// with the same bits on every instruction set. Double: the C library's functions, lane by lane.
-
-template <typename V>
-inline V of(double constant) {
-  return V{} + static_cast<decltype(V{}[0] + 0)>(constant);
-}
-
-// Returns a * b + c, rounded once.
-#if defined(BAGUA_SYNCBN_MM)
-inline Vec<float> fused_multiply_add(Vec<float> a, Vec<float> b, Vec<float> c) {
-  return (Vec<float>)BAGUA_SYNCBN_MM(fmadd_ps)(a, b, c);
-}
-#else
-#if !defined(__FP_FAST_FMAF)
-__attribute__((noinline))  // inlined calls of the C library would make up most of the loops' code
-#endif
-Vec<float> fused_multiply_add(Vec<float> a, Vec<float> b, Vec<float> c) {
-  for (int i = 0; i < kWidth<float>; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
-  return c;
-}
-#endif
+// Functions for activations. Float: polynomials, within 2 units in the last place of the result (normal_cdf: of 1).
+// Double: the C library's functions, lane by lane.
 
 // c[0] + c[1] * x + c[2] * x^2 + ...
 template <int n>
 inline Vec<float> polynomial(const float (&c)[n], Vec<float> x) {
-  Vec<float> sum = broadcast(c[n - 1]);
+  Vec<float> sum = of<Vec<float>>(c[n - 1]);
 #pragma GCC unroll 8
-  for (int i = n - 2; i >= 0; --i) sum = fused_multiply_add(sum, x, broadcast(c[i]));
+  for (int i = n - 2; i >= 0; --i) sum = sum * x + c[i];
   return sum;
 }
 
@@ -41,33 +21,24 @@ struct Reduced {
   Vec<float> expm1;
 
   explicit Reduced(Vec<float> x) {
-    const Vec<float> round = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-    const Vec<float> shifted = fused_multiply_add(x, broadcast(1.44269504f), round);
-    const Vec<float> whole = shifted - round;
-    k = (LaneMask<float>)shifted - (LaneMask<float>)round;
-    const Vec<float> part = fused_multiply_add(whole, broadcast(-0.693359375f), x);
-    const Vec<float> r = fused_multiply_add(whole, broadcast(2.12194440e-4f), part);  // log(2) in two parts
-    expm1 = fused_multiply_add(r * r, polynomial({0.5f, 0.16666518f, 0.041666206f, 8.368953e-3f, 1.3950602e-3f}, r), r);
+    constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+    const Vec<float> shifted = x * 1.44269504f + kRound, whole = shifted - kRound;
+    k = (LaneMask<float>)shifted - (LaneMask<float>)of<Vec<float>>(kRound);
+    const Vec<float> r = x - whole * 0.693359375f + whole * 2.12194440e-4f;  // log(2) in two parts; the first is exact
+    expm1 = r * r * polynomial({0.5f, 0.16666518f, 0.041666206f, 8.368953e-3f, 1.3950602e-3f}, r) + r;
   }
 };
 
 inline Vec<float> clamp(Vec<float> x, float low, float high) {  // keeps NaN
-#if defined(BAGUA_SYNCBN_MM)
-  return (Vec<float>)BAGUA_SYNCBN_MM(max_ps)(broadcast(low), BAGUA_SYNCBN_MM(min_ps)(broadcast(high), x));
-#else
-  x = x > high ? broadcast(high) : x;
-  return x < low ? broadcast(low) : x;
-#endif
+  const Vec<float> lower = of<Vec<float>>(low), upper = of<Vec<float>>(high);
+  x = x > upper ? upper : x;
+  return x < lower ? lower : x;
 }
 
 // Clamps the result to normal numbers.
 inline Vec<float> exp_of(Vec<float> x) {
   const Reduced reduced(clamp(x, -87.0f, 88.0f));
   return (reduced.expm1 + 1.0f) * power_of_two(reduced.k);
-}
-
-inline Vec<float> magnitude(Vec<float> x) {
-  return (Vec<float>)((LaneMask<float>)x & 0x7fffffff);
 }
 
 // For x <= 0.
@@ -77,13 +48,15 @@ inline Vec<float> expm1_of(Vec<float> x) {
   return reduced.expm1 * power + (power - 1.0f);
 }
 
+constexpr int32_t kSign = int32_t(1) << 31;
+
+inline Vec<float> magnitude(Vec<float> x) {
+  return (Vec<float>)((LaneMask<float>)x & ~kSign);
+}
+
 inline Vec<float> tanh_of(Vec<float> x) {
-  const Vec<float> square = x * x, a = magnitude(x);
-  const Vec<float> small =
-      x + x * square * polynomial({-0.33333284f, 0.1333149f, -0.053743497f, 0.020650586f, -5.717045e-3f}, square);
-  const Vec<float> large = 1.0f - 2.0f / (exp_of(a + a) + 1.0f);
-  const Vec<float> with_sign = (Vec<float>)((LaneMask<float>)large | ((LaneMask<float>)x & ~0x7fffffff));
-  return a < 0.625f ? small : with_sign;
+  const Vec<float> t = expm1_of(-2.0f * magnitude(x)), result = magnitude(t / (t + 2.0f));
+  return (Vec<float>)((LaneMask<float>)result | ((LaneMask<float>)x & kSign));
 }
 
 inline Vec<float> normal_cdf(Vec<float> z) {
@@ -96,20 +69,16 @@ inline Vec<float> normal_cdf(Vec<float> z) {
 }
 
 // Not inlined: they would make up most of the loops' code.
-#define BAGUA_SYNCBN_OF_DOUBLES(name, function)                     \
-  __attribute__((noinline)) Vec<double> name(Vec<double> x) {       \
-    for (int i = 0; i < kWidth<double>; ++i) x[i] = function(x[i]); \
-    return x;                                                       \
+#define BAGUA_SYNCBN_OF_DOUBLES(name, value)                             \
+  __attribute__((noinline)) Vec<double> name(Vec<double> x) {            \
+    for (int lane = 0; lane < kWidth<double>; ++lane) x[lane] = (value); \
+    return x;                                                            \
   }
-BAGUA_SYNCBN_OF_DOUBLES(exp_of, __builtin_exp)
-BAGUA_SYNCBN_OF_DOUBLES(expm1_of, __builtin_expm1)
-BAGUA_SYNCBN_OF_DOUBLES(tanh_of, __builtin_tanh)
-BAGUA_SYNCBN_OF_DOUBLES(erfc_of, __builtin_erfc)
+BAGUA_SYNCBN_OF_DOUBLES(exp_of, __builtin_exp(x[lane]))
+BAGUA_SYNCBN_OF_DOUBLES(expm1_of, __builtin_expm1(x[lane]))
+BAGUA_SYNCBN_OF_DOUBLES(tanh_of, __builtin_tanh(x[lane]))
+BAGUA_SYNCBN_OF_DOUBLES(normal_cdf, 0.5 * __builtin_erfc(x[lane] * -0.7071067811865476))
 #undef BAGUA_SYNCBN_OF_DOUBLES
-
-inline Vec<double> normal_cdf(Vec<double> z) {
-  return 0.5 * erfc_of(z * -0.7071067811865476);
-}
 
 template <typename V>
 inline V sigmoid_of(V x) {

@@ -1,16 +1,18 @@
 // Planar reductions: sums over rows of one channel.
 
-// Calls body(v, offset, access) for each vector of a row of n values. The last vector may be partial. Vector v has the
-// lanes starting at v * kWidth.
+// Vectors that are summed separately.
+constexpr int kVectors = kBytes == 64 ? 4 : 8;
+
+// Calls body(v, offset, access) for each vector of a row of n values; v is the sum that it belongs to. The last vector
+// may be partial.
 template <typename A, typename Body>
 BAGUA_SYNCBN_IN_LOOPS void for_each_vector(int64_t n, const Body& body) {
-  constexpr int kVectors = kLanes / kWidth<A>;
   int64_t j = 0;
-  for (; j + kLanes <= n; j += kLanes) {
-#pragma GCC unroll 16
+  for (; j + kVectors * kWidth<A> <= n; j += kVectors * kWidth<A>) {
+#pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) body(v, j + v * kWidth<A>, Whole());
   }
-#pragma GCC unroll 16
+#pragma GCC unroll 8
   for (int v = 0; v < kVectors; ++v) {
     if (j + kWidth<A> <= n) {
       body(v, j, Whole());
@@ -22,33 +24,21 @@ BAGUA_SYNCBN_IN_LOOPS void for_each_vector(int64_t n, const Body& body) {
   }
 }
 
-// A running sum in kLanes lanes.
+// A running sum.
 template <typename A>
 struct Lanes {
-  static constexpr int kVectors = kLanes / kWidth<A>;
   Vec<A> part[kVectors] = {};
 
-  // Repeatedly adds the upper half to the lower half, in the same order for all vector widths: to 16 lanes in A, then
-  // in double.
-  double total() const {
-    constexpr int kLast = 16 / kWidth<A> > 0 ? 16 / kWidth<A> : 1;
-    Vec<A> folded[kVectors];
-#pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) folded[v] = part[v];
+  // Adds the vectors, then their lanes in double.
+  double total() {
 #pragma GCC unroll 4
-    for (int half = kVectors / 2; half >= kLast; half /= 2) {
-#pragma GCC unroll 16
-      for (int v = 0; v < half; ++v) folded[v] += folded[half + v];
-    }
-    double sums[16];
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) sums[i] = folded[i / kWidth<A>][i % kWidth<A>];
+    for (int half = kVectors / 2; half > 0; half /= 2) {
 #pragma GCC unroll 4
-    for (int half = 8; half > 0; half /= 2) {
-#pragma GCC unroll 8
-      for (int i = 0; i < half; ++i) sums[i] += sums[half + i];
+      for (int v = 0; v < half; ++v) part[v] += part[half + v];
     }
-    return sums[0];
+    double sum = 0;
+    for (int lane = 0; lane < kWidth<A>; ++lane) sum += part[0][lane];
+    return sum;
   }
 };
 
@@ -75,7 +65,7 @@ BAGUA_SYNCBN_IN_LOOPS Pair moments_of(const T* x, const uint8_t* valid, int64_t 
     });
   }
   const A pivot = static_cast<A>(first.total() / sample.count);
-  const Vec<A> pivots = broadcast<A>(pivot);
+  const Vec<A> pivots = of<Vec<A>>(pivot);
 
   const Ahead next(n, stride);
   Lanes<A> deviations, squares;
@@ -102,10 +92,10 @@ Pair moments(const T* x, const uint8_t* valid, int64_t rows, int64_t n, int64_t 
 }
 
 template <typename Activation, typename T, typename A = Accumulate<T>>
-Pair grad_sums(const Gradients<T>& of, int64_t rows, int64_t n, int64_t stride, int64_t channel) {
-  const GradientOf<Activation, false, T> gradient(of, channel);
-  const Vec<A> means = broadcast<A>(of.factors.mean[channel]);
-  const T *dy = of.dy, *x = of.x;
+Pair grad_sums(const Gradients<T>& arguments, int64_t rows, int64_t n, int64_t stride, int64_t channel) {
+  const GradientOf<Activation, false, T> gradient(arguments, channel);
+  const Vec<A> means = of<Vec<A>>(arguments.factors.mean[channel]);
+  const T *dy = arguments.dy, *x = arguments.x;
   const Ahead next(n, stride);
   Lanes<A> sum_dy, sum_dy_xmu;
   for (int64_t row = 0; row < rows; ++row, x += stride, dy += stride) {

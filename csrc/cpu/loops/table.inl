@@ -47,7 +47,7 @@ const Loops<T>& table() {
   return loops;
 }
 
-#define BAGUA_SYNCBN_INSTANTIATE(name, torch_type, Stored, ...) template const Loops<Stored>& table<Stored>();
+#define BAGUA_SYNCBN_INSTANTIATE(name, type, ...) template const Loops<type>& table<type>();
 BAGUA_SYNCBN_DTYPES(BAGUA_SYNCBN_INSTANTIATE)
 #undef BAGUA_SYNCBN_INSTANTIATE
 
