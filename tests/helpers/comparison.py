@@ -70,12 +70,11 @@ def check(ops: Any, case: OpCase, dtype: torch.dtype) -> None:
     )
     mask = None if case.mask is None else make_mask(case.mask, case.shape)
     inside = torch.ones_like(input, dtype=torch.bool) if mask is None else mask.unsqueeze(1)
-    strided = "transposed" if case.layout == "sliced" else "contiguous"
-    factors = laid_out(torch.randn(4, channels), strided).to(accumulate).unbind()
+    factors = torch.randn(4, channels).to(accumulate).unbind()
     mean, invstd, sums = factors[0], factors[1].abs() + 0.5, torch.cat(factors[2:])
     weight = bias = None
     if case.parameters is not None:
-        weight, bias = laid_out(torch.randn(2, channels), strided).to(case.parameters).unbind()
+        weight, bias = laid_out(torch.randn(2, channels), "transposed").to(case.parameters).unbind()
     act = (case.activation or IDENTITY).code, (case.activation or IDENTITY).parameter
 
     is_plain = mask is None and case.activation is None and not case.residual  # omits optional arguments

@@ -220,7 +220,7 @@ def test_the_merge_survives_a_large_mean(ops):
 
 def test_expanded_gradients_and_sums_are_accepted(ops):
     grad, input = torch.tensor(2.0).expand(3, 4, 5, 6), torch.randn(3, 4, 5, 6)
-    ones, sums, count = torch.tensor(1.0).expand(4), torch.tensor(1.0).expand(8), torch.tensor(90)
+    ones, sums, count = torch.ones(4), torch.tensor(1.0).expand(8), torch.tensor(90)
     for function in (
         lambda dy, sums: ops.batch_norm_backward_reduce(dy, input, ones, ones, None),
         lambda dy, sums: ops.batch_norm_backward_elemt(dy, input, None, ones, ones, sums, count),
