@@ -52,8 +52,9 @@ struct Normalize {
 };
 
 // `residual` may be null.
-template <typename Activation, bool kColumns, typename T, typename A = Accumulate<T>>
-void normalize(const T* x, const T* residual, T* y, Rows rows, const NormalizeFactors<A>& factors) {
+template <typename Activation, bool kColumns, typename T, typename A>
+BAGUA_SYNCBN_IN_LOOPS void normalize_rows(const T* x, const T* residual, T* y, Rows rows,
+                                          const NormalizeFactors<A>& factors) {
   const Vec<A> p = of<Vec<A>>(factors.parameter);
   const int64_t n = rows.n;
   for_each_row(rows, factors.stream, [&](int64_t row, int64_t channel, auto stream) __attribute__((always_inline)) {
@@ -69,6 +70,13 @@ void normalize(const T* x, const T* residual, T* y, Rows rows, const NormalizeFa
       access.template store<stream>(y + start + j, Activation::value(z, p));
     });
   });
+}
+
+template <typename Activation, bool kColumns, typename T, typename A = Accumulate<T>>
+void normalize(const T* x, const T* residual, T* y, Rows rows, const NormalizeFactors<A>& factors) {
+  // Without a branch on the residual in the loop.
+  if (residual == nullptr) return normalize_rows<Activation, kColumns, T>(x, nullptr, y, rows, factors);
+  normalize_rows<Activation, kColumns>(x, residual, y, rows, factors);
 }
 
 template <typename Activation, bool kColumns, bool kMasked, typename T, typename A>
