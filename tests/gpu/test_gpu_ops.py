@@ -13,7 +13,6 @@ import torch
 from bagua_syncbn import SyncBatchNorm1d, ops
 from bagua_syncbn.cuda import aten, comparison, selection
 from bagua_syncbn.ops import activation_of
-from tests.helpers.cases import laid_out
 from tests.helpers.comparison import OpCase, check, check_last_of_many, check_merge
 from tests.helpers.tolerances import DTYPES
 from tests.ops.test_values import TABLE
@@ -26,11 +25,6 @@ def on_cuda():
     """Creates tensors on the device by default."""
     with torch.device("cuda"):
         yield
-
-
-def tensors(shape, dtype, layout="contiguous"):
-    pair = (torch.randn(shape) * 2 + 1).to(dtype), torch.randn(shape).to(dtype)
-    return [laid_out(tensor.cuda(), layout) for tensor in pair]
 
 
 def test_the_library_has_cuda_kernels():
@@ -136,25 +130,6 @@ def test_every_kernel_that_merges_ranks(buffer_dtype, momentum, on_cuda):
     check_merge(ops, (4, 0, 7), 300, torch.float32, buffer_dtype, momentum)
 
 
-@pytest.fixture
-def reductions():
-    """A function that runs reductions in several parts, and its results."""
-    input, grad_output = tensors((4, 8, 200, 200), torch.float32)
-    ones = torch.ones(8, device="cuda")
-
-    def reduce():
-        return ops.batch_norm_stats(input), ops.batch_norm_backward_reduce(grad_output, input, ones, ones, ones)[0]
-
-    expected = torch.cat(reduce())
-    torch.cuda.synchronize()
-    return reduce, expected
-
-
-def check_all(results, expected):
-    torch.cuda.synchronize()
-    assert all(torch.equal(torch.cat(result), expected) for result in results)
-
-
 def test_a_first_call_in_a_capture_is_refused(monkeypatch):
     monkeypatch.setattr(selection, "_checked", set())
     layer, input = SyncBatchNorm1d(3).cuda(), torch.randn(8, 3).cuda()
@@ -163,21 +138,3 @@ def test_a_first_call_in_a_capture_is_refused(monkeypatch):
     layer(input)
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         layer(input)
-
-
-def test_graphs_replay_beside_eager_work(reductions):
-    """On the same and on a side stream, reductions never share the memory of their parts."""
-    reduce, expected = reductions
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = reduce()
-    side, eager = torch.cuda.Stream(), []
-    for _ in range(20):
-        captured[0].zero_()
-        side.wait_stream(torch.cuda.current_stream())
-        graph.replay()
-        with torch.cuda.stream(side):
-            eager.append(reduce())
-        eager.append(reduce())
-        assert torch.equal(torch.cat(captured), expected)
-    check_all(eager, expected)
