@@ -255,13 +255,20 @@ def test_a_first_call_in_a_capture_is_refused_if_kernels_need_a_comparison(kerne
 
 
 def test_running_out_of_memory_does_not_turn_kernels_off(kernels, monkeypatch):
-    def refuse(*arguments):
-        raise RuntimeError("memory: expected 70368744177664 values of 4 bytes on cpu, got none")
+    in_kernel = RuntimeError("memory: expected 70368744177664 values of 4 bytes on cpu, got none")
+    in_torch = torch.OutOfMemoryError("CUDA out of memory")
+    for module, name, error, message in (
+        (torch.ops, "bagua_syncbn", in_kernel, f"you tried to allocate {2**48} bytes"),
+        (comparison, "reference", in_torch, "^CUDA out of memory$"),
+    ):
 
-    with monkeypatch.context() as full:
-        full.setattr(torch.ops, "bagua_syncbn", ops_with("batch_norm_elemt", refuse))
-        with pytest.raises(RuntimeError, match=f"you tried to allocate {2**48} bytes"):
-            selection.check_kernels(torch.ones(2, 3))
+        def refuse(*arguments, error=error):
+            raise error
+
+        with monkeypatch.context() as full:
+            full.setattr(module, name, ops_with("batch_norm_elemt", refuse))
+            with pytest.raises(RuntimeError, match=message):
+                selection.check_kernels(torch.ones(2, 3))
     assert kernels == []
     monkeypatch.setattr(torch.ops, "bagua_syncbn", ops_with("batch_norm_elemt", torch.neg))
     selection.check_kernels(torch.ones(2, 3))  # compares them now
