@@ -52,7 +52,7 @@ def ranks_of(rule: Rule) -> Ranks:
 def communicator_of(rule: Rule, given: Any, creates: bool) -> Communicator | None:
     """Returns the layers' communicator, or None if it does not exist and ``creates`` is False."""
     group = None if rule is None else given
-    if group is not None and not is_alive(group):
+    if creates and group is not None and not is_alive(group):
         raise RuntimeError(DESTROYED)
     return running_job().communicator("layers", rule, group, creates)  # type: ignore[no-any-return]
 

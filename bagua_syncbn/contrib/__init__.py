@@ -1,8 +1,7 @@
 """``import bagua_syncbn.contrib`` makes scripts for Bagua use this package, whether Bagua is installed or not.
 
 If Bagua is installed, this package's SyncBatchNorm replaces Bagua's for later imports, and Bagua's layers can be
-converted. Otherwise modules get a method
-``with_bagua``, which calls :func:`~bagua_syncbn.with_bagua`; import from
+converted. Otherwise modules get a method ``with_bagua``, which calls :func:`~bagua_syncbn.with_bagua`; import from
 :mod:`bagua_syncbn.contrib.sync_batchnorm` and :mod:`bagua_syncbn.contrib.algorithms` instead of from Bagua.
 
 Example::

@@ -1,7 +1,5 @@
 """An engine with custom groups, like Bagua, accepts its groups, torch's groups and descriptions."""
 
-import copy
-import pickle
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -10,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from bagua_syncbn import SyncBatchNorm, sync_group
+from bagua_syncbn import sync_group
 from bagua_syncbn.communicators import TorchCommunicator, torch_engine
 from bagua_syncbn.groups import LOCAL, RankGroup, engines, spec_of
 from bagua_syncbn.groups.spec import members_by
 from tests.helpers.cases import Case, compare, run_rank
-from tests.helpers.own_groups import check_refused, communicator_of, mean_over
+from tests.helpers.own_groups import communicator_of, mean_over
 
 
 class Group:
@@ -76,24 +74,3 @@ def test_torch_groups_and_descriptions_share_one_communicator():
         with pytest.raises(TypeError, match="a description in a torch job, got Group"):
             torch_engine.torch_group_of(spec_of(own))
         assert dist.get_process_group_ranks(sync_group(2)) == [2 * pair, 2 * pair + 1]
-
-
-@pytest.mark.ranks(4)
-def test_only_members_use_a_group():
-    with running():
-        if dist.get_rank() != 2:
-            assert mean_over(Group(3, 0, 1)) == pytest.approx(4 / 3)
-            return
-        check_refused(Group(3, 0, 1), ValueError, r"include this one, rank 2 of 4, got \(0, 1, 3\)")
-
-
-@pytest.mark.ranks(4)
-def test_copies_and_files_keep_the_ranks():
-    odd = dist.get_rank() % 2
-    with running() as whole:
-        layer = SyncBatchNorm(1, momentum=1.0, process_group=Group(odd, odd + 2))
-        for net in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-            net(torch.full((2, 1), float(dist.get_rank())))
-            assert net.running_mean.item() == odd + 1
-        assert net.process_group == RankGroup((odd, odd + 2))
-        assert copy.deepcopy(SyncBatchNorm(1, process_group=whole)).process_group is None
