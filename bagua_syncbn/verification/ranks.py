@@ -21,10 +21,10 @@ class Peers:
 
     def __init__(self, caller: str, process_group: Any) -> None:
         self._caller = caller
-        self.in_job = dist.is_available() and dist.is_initialized()
-        self.group = torch_group_of(spec_of(process_group)) if self.in_job else None
-        self.size = dist.get_world_size(self.group) if self.in_job else 1
-        self.rank = dist.get_rank(self.group) if self.in_job else 0
+        in_job = dist.is_available() and dist.is_initialized()
+        self._group = torch_group_of(spec_of(process_group)) if in_job else None
+        self.size = dist.get_world_size(self._group) if in_job else 1
+        self.rank = dist.get_rank(self._group) if in_job else 0
 
     def run(self, step: str, compute: Callable[[], _T]) -> _T:
         """Returns the result of ``compute`` once it has returned on all ranks.
@@ -48,10 +48,10 @@ class Peers:
 
     def gather(self, value: _T) -> list[_T]:
         """Returns the ``value`` of each rank, with tensors on CPU."""
-        value = pytree.tree_map_only(Tensor, _on_cpu, value)
+        value = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), value)
         gathered = [value] * self.size
         if self.size > 1:
-            dist.all_gather_object(gathered, value, group=self.group)
+            dist.all_gather_object(gathered, value, group=self._group)
         return gathered
 
     def differing(self, values: dict[str, Any]) -> list[str]:
@@ -59,10 +59,6 @@ class Peers:
         by_rank = self.gather(values)
         names = dict.fromkeys(name for of_rank in by_rank for name in of_rank)
         return [name for name in names if any(of_rank.get(name) != values.get(name) for of_rank in by_rank)]
-
-
-def _on_cpu(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().clone()
 
 
 def digest(tensor: Tensor) -> str:

@@ -96,8 +96,11 @@ def differences(actual: Step, expected: Step) -> dict[str, str]:
     for name, tensor in actual.items():
         if name not in expected or (kind_of(name) == "output" and tensor.shape != expected[name].shape):
             continue
-        tensor, wanted = _widened(tensor), _widened(expected[name]).expand_as(tensor)
-        size = _largest(wanted)
+        tensor, wanted = _widened(tensor), _widened(expected[name])
+        if tensor.shape[tensor.dim() - wanted.dim() :] != wanted.shape:
+            found[name] = f"{name} has size {list(tensor.shape)}, not {list(wanted.shape)}"
+            continue
+        wanted, size = wanted.expand_as(tensor), _largest(wanted)
         allowed = _RELATIVE * size + _OF_LARGEST * largest[kind_of(name)]
         is_equal = torch.allclose(tensor, wanted, rtol=0, atol=allowed if isfinite(allowed) else 0, equal_nan=True)
         error = f"{name} differs by up to {_largest(tensor - wanted):.1e}, of values up to {size:.1e}"

@@ -1,6 +1,5 @@
 """Checks whether a training step on the ranks equals one process and, if not, names likely causes."""
 
-import os
 import pickle
 from collections import Counter
 from collections.abc import Callable
@@ -16,9 +15,6 @@ from ..models import check_module, is_data_parallel
 from .causes import causes_of
 from .ranks import Peers, digest
 from .steps import Comparison, Loss, differences, joined, kind_of
-
-# Set by torchrun, Open MPI's mpirun and MPICH's mpirun.
-_WORLD_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 @dataclass(frozen=True)
@@ -77,10 +73,7 @@ def verify_synchronization(
         A :class:`~bagua_syncbn.verification.Verdict`: true if all tensors are equal on all ranks, and as text the first
         difference with its causes. Values are equal if they differ by less than 1e-7 of the largest value of the tensor
         plus 1e-12 of the largest value of all outputs, gradients, or buffers. Unsynchronized layers differ by 1e-2 or
-        more.
-
-        The verdict is false if a launcher (torchrun, mpirun) started several processes, but
-        ``torch.distributed.init_process_group`` was not called. A note is added if no wrapper averages gradients.
+        more. A note is added if no wrapper averages gradients.
 
     Raises:
         TypeError: ``model`` is not a module.
@@ -96,11 +89,6 @@ def verify_synchronization(
     """
     ranks = Peers("verify_synchronization", process_group)
     ranks.run("the check of the model", lambda: _check(model))
-    for name in () if ranks.in_job else _WORLD_SIZES:
-        number = int(os.environ.get(name) or 1)
-        if number > 1:
-            text = f"each trains alone: {name} is {number}, but torch.distributed is not initialized; call "
-            return Verdict(number, "nothing", f"{text}torch.distributed.init_process_group() first", ())
     module = unwrapped(model)
     with unchanged(module), torch.inference_mode(False):
         found = Comparison(ranks, module, batch, loss)

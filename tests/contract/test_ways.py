@@ -21,7 +21,7 @@ OPTIONS = {
     "frozen": {"frozen": ("statistics",)},
     "frozen parameters": {"frozen": ("weight", "bias")},
     "mask": {"masks": "random"},
-    "zero_masked": {"masks": "lengths", "zero_masked": True},
+    "zero_masked": {"masks": "random", "zero_masked": True},
     "zero_masked activation": {"masks": "random", "zero_masked": True, "options": {"activation": "gelu"}},
 }
 

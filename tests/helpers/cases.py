@@ -33,7 +33,7 @@ class Case:
     checkpoint: str = ""  # key of CHECKPOINTED; the layer is changed before backward recomputes the call
     frozen: tuple[str, ...] = ()  # a subset of "input", "weight", "bias", "statistics"
     residual: bool = False
-    masks: str = ""  # "random", "padded rank" or "lengths"
+    masks: str = ""  # "random" or "padded rank"
     zero_masked: bool = False  # input, residual and output gradient are NaN at masked positions
     spoiled: bool = False  # the last training step has an infinite value
     evaluates: bool = False  # the last step is in evaluation mode
@@ -73,9 +73,6 @@ class Case:
         generator, samples = torch.Generator().manual_seed(200 + step), sum(self.splits)
         if not self.masks:
             return None
-        if self.masks == "lengths":
-            lengths = torch.randint(0, self.shape[-1] + 1, (samples,), generator=generator)
-            return torch.arange(self.shape[-1]) < lengths.view(-1, *[1] * len(self.shape))
         mask = torch.rand(samples, 1, *self.shape[1:], generator=generator) < 0.5
         if self.masks == "padded rank":
             mask[self.splits[0] :] = False

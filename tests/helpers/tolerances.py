@@ -24,13 +24,9 @@ DTYPES = list(TOLERANCES)
 
 
 def assert_close(actual: Tensor, expected: Tensor, what: str, *, roundings: int = 1) -> None:
-    """Compares ``actual`` with a float64 reference, with the tolerance of its dtype.
+    """Compares ``actual`` with a float64 reference of the same shape; errors begin with ``what``.
 
-    Args:
-        actual: the result.
-        expected: float64, of the same shape.
-        what: name of the result in the error.
-        roundings: number of roundings to the dtype; a buffer is rounded in each step.
+    ``roundings`` is the number of roundings to the dtype: a buffer is rounded in each step.
     """
     rtol, atol = TOLERANCES[actual.dtype]
     torch.testing.assert_close(
