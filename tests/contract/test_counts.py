@@ -110,7 +110,7 @@ CALLS = {
     "evaluation": (lambda layer, x: layer.eval()(x), 12, 0),
     "after an evaluation": (after_evaluation, 26, 10),
     "without a layer": (without_a_layer, 22, 10),
-    "masked": (masked, 40, 10),
+    "masked": (masked, 41, 10),
     "checkpointed": (lambda layer, x: checkpoint(layer, x, use_reentrant=False), 32, 31),
 }
 
