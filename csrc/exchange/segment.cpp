@@ -83,11 +83,6 @@ void add(void* __restrict target, const void* __restrict values, int64_t count) 
 
 }  // namespace
 
-std::string Message::text() const {
-  const char* verb = kind == kGather ? "gathers " : "sums ";
-  return verb + std::to_string(numel) + (itemsize == 4 ? " float32" : " float64");
-}
-
 Segment::Segment(std::vector<int32_t> members, Options options, int rank)
     : members_(std::move(members)), options_(options), rank_(rank), forks_(forks.load()) {}
 
@@ -177,10 +172,10 @@ void Segment::sleep(const std::function<bool()>& is_interrupted) {
       struct flock lock = lock_of(rank);
       const bool is_locked = fcntl(descriptor_, F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
       if (slot.sequence.load(std::memory_order_acquire) == sequence) break;
-      problem = has_left                         ? "has left it after an error, or destroyed it"
+      problem = has_left                         ? "has left after an error or destroyed the group"
                 : options_.watches && !is_locked ? "has ended or closed its files"
-                : Clock::now() >= end            ? "did not come within the timeout"
-                : is_interrupted()               ? "did not come before the wait was interrupted"
+                : Clock::now() >= end            ? "did not arrive before the timeout"
+                : is_interrupted()               ? "did not arrive before an interrupt"
                                                  : nullptr;
     }
     if (problem == nullptr) continue;
@@ -193,10 +188,9 @@ void Segment::collect(void* target) {
   const uint32_t sequence = ++collected_;
   const Message& own = states_[rank_].slot(sequence).message;
   for (int rank = 0; rank < ranks(); ++rank) {
-    const Message& message = states_[rank].slot(sequence).message;
-    if (message == own) continue;
-    throw std::runtime_error("the ranks of a group sent different messages: rank " + std::to_string(members_[rank]) +
-                             " " + message.text() + ", rank " + std::to_string(members_[rank_]) + " " + own.text());
+    if (states_[rank].slot(sequence).message == own) continue;
+    throw std::runtime_error("ranks " + std::to_string(members_[rank]) + " and " + std::to_string(members_[rank_]) +
+                             " sent different messages");
   }
   if (own.numel == 0) return;  // `target` may be null
   for (int rank = 0; rank < ranks(); ++rank) {

@@ -35,7 +35,6 @@ struct Message {
     return kind == other.kind && itemsize == other.itemsize && numel == other.numel;
   }
   int64_t bytes() const { return numel * itemsize; }
-  std::string text() const;
 };
 
 struct Options {
