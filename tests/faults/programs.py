@@ -127,7 +127,7 @@ class Program:
     step: str = STEP  # all ranks' step before the divergence
     prepare: Change = nn.Module.train  # called with each rank's model at the start
 
-    def run(self, when: int, seconds: float = 300.0, end: Change | None = None) -> str:
+    def run(self, when: int, end: Change = nn.Module.train) -> str:
         """Runs the steps; the last rank diverges starting at step ``when``. Returns the message."""
         torch.manual_seed(dist.get_rank())
 
@@ -139,11 +139,10 @@ class Program:
                 with suppress(CaughtError):
                     model.run(self.last_rank if differs else self.step)
 
-        with own_model(seconds) as model:
+        with own_model() as model:
             self.prepare(model)
             message = message_of(take_steps)
-            if end is not None:
-                end(model)
+            end(model)
             return message
 
 

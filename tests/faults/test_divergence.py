@@ -3,7 +3,6 @@
 import copy
 import re
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
 
@@ -96,12 +95,6 @@ DIVERGENCES = {
     ),
 }
 
-# The last rank sends nothing, so peers wait until the timeout.
-ABSENT = {
-    "evaluation of the model": Program(change=nn.Module.eval, named=(forward("a"),)),
-    "the last step ends early": Program("a b", named=(forward("c"),)),
-}
-
 
 def refuse_on_the_last_rank(model):
     if is_odd():
@@ -136,7 +129,7 @@ LEGITIMATE = {
     ),
 }
 
-PROGRAMS = DIVERGENCES | ABSENT | LEGITIMATE
+PROGRAMS = DIVERGENCES | LEGITIMATE
 PEERS = {2: "rank 0", 3: "ranks 0, 1", 4: "ranks 0, 1, 2"}
 
 
@@ -156,29 +149,12 @@ def test_all_ranks_name_the_divergence(request, kind, ranks, when, name):
         assert all(part in message for part in DIVERGENCES[name].named)
 
 
-class Late:
-    """The kind of a fault record; the first reads return 0, as if the device were behind the host."""
-
-    def __init__(self, kind, times):
-        self._kind, self._times = kind, times
-
-    @property
-    def value(self):
-        self._times -= self._kind.value != 0
-        return 0 if self._times >= 0 else self._kind.value
-
-
-def run_as_on_a_device(name, late, seconds):
-    """Runs a program with hosts that check for faults only before calls, and miss them ``late`` times.
+def run_as_on_a_device(name):
+    """Runs a program with hosts that check for faults only before calls.
 
     Returns the error, the error of a further step, and the number of collectives in this step.
     """
-    program, later = DIVERGENCES[name], []
-
-    def begin(model):
-        program.prepare(model)
-        record = history_in(model.a.process_group).record_of("cpu")
-        record.kind = Late(record.kind, late)
+    later = []
 
     def end(model):
         later.append(message_of(bagua_syncbn.check_ranks))
@@ -187,32 +163,17 @@ def run_as_on_a_device(name, late, seconds):
         later.append(sent.total())
 
     with patch.object(faults, "CHECKED_AT_ONCE", ()):
-        message = replace(program, prepare=begin).run(1, seconds, end)
+        message = DIVERGENCES[name].run(1, end)
     found, again, sent = later
     return found if message == "finished" else message, again, sent
 
 
-@pytest.mark.parametrize(("kind", "late"), [("pool", 0), ("pool", 4), ("large", 0)])
 @pytest.mark.parametrize("name", DIVERGENCES)
-def test_on_a_device_the_divergence_is_named_and_the_group_stops(request, kind, late, name):
-    groups = request.getfixturevalue(kind)
-    for message, again, sent in groups.run(run_as_on_a_device, 2, name, late, 1.0 if late else 300.0):
-        # Shared memory raises for messages of different sizes; other backends may abort the process.
-        assert "sent different messages" not in message + again
-        assert again != "finished"
-        if not late:
-            assert DIFFER in message
-            assert DIFFER in again or FAILED_BEFORE in again
-            assert sent == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ABSENT)
-def test_waiting_ranks_report_their_layer(pool, name):
-    waiting, absent = pool.run(run_program, 2, name, 2, 10.0)
-    assert absent == "finished"
-    assert "sync_batch_norm: collective failed in the" in waiting
-    assert all(part in waiting for part in ABSENT[name].named)
+def test_on_a_device_the_divergence_is_named_and_the_group_stops(groups, name):
+    for message, again, sent in groups.run(run_as_on_a_device, 2, name):
+        assert DIFFER in message
+        assert DIFFER in again or FAILED_BEFORE in again
+        assert sent == 0
 
 
 @pytest.mark.parametrize("name", LEGITIMATE)
