@@ -93,7 +93,7 @@ def _after(cls: type[nn.Module]) -> Callable[..., Any]:
 
 
 # Parametrized, sharded and recomputing layers have a subclass of the layer's class; the layer's class is its last base.
-# Parametrized tensors are properties of the subclass: removing a parametrization deletes its property, and removing the
+# Parametrized tensors are properties of the subclass: removing a parametrization deletes the property, and removing the
 # last one restores the layer's class.
 
 

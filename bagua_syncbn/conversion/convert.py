@@ -104,7 +104,7 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
 
     Layers created as :class:`SyncBatchNorm1d`, ``2d`` or ``3d`` become :class:`torch.nn.BatchNorm1d`, ``2d`` or ``3d``,
     and layers created as :class:`SyncBatchNorm` become :class:`~bagua_syncbn.sync_batchnorm.BatchNorm`. A former
-    :class:`torch.nn.SyncBatchNorm` gets its old process group back. :func:`recompute_outputs` and
+    :class:`torch.nn.SyncBatchNorm` gets the old process group back. :func:`recompute_outputs` and
     :func:`fuse_activations` are undone.
 
     Args:
@@ -116,7 +116,7 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
     Raises:
         TypeError: ``module`` is not a module, or contains a layer of a subclass of :class:`SyncBatchNorm` that does not
             define its ``local_class``.
-        ValueError: a layer has an activation or ``eps_mode="clamp"``, which its new class does not compute, or is
+        ValueError: a layer has an activation or ``eps_mode="clamp"``, which the new class does not compute, or is
             frozen, which torch's layers cannot be.
 
     If it raises, ``module`` is unchanged.
@@ -139,9 +139,9 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
 
 
 def _check_that_it_can_be_local(layer: SyncBatchNorm, cls: type[nn.Module]) -> None:
-    """Raises ValueError if ``layer`` is frozen or has an option that its new class ``cls`` would ignore.
+    """Raises ValueError if ``layer`` is frozen or has an option that the new class ``cls`` would ignore.
 
-    Options that the layer's class itself sets are not checked: that class chose ``cls`` as its ``local_class``.
+    Options set by the layer's class are not checked: that class chose ``cls`` as ``local_class``.
     """
     if layer._sync_state.frozen_mode is not None:
         raise ValueError(f"module: cannot revert frozen {name_of(layer)}; call unfreeze_statistics first")

@@ -1,9 +1,9 @@
 """Recomputed outputs: autograd saves a recipe instead of a layer's output, and backward computes the output from it.
 
-A layer saves its input x; later operations save its output y, or an activation of y. Both are elementwise functions of
+A layer saves the input x; later operations save the output y, or an activation of y. Both are elementwise functions of
 x, so the recipe is x, the layer's factors, and the activation. Outputs are identified by their autograd nodes: the
 recipe is stored at the node of y, an activation's node has the formula and links to that node, and a write to y changes
-its version or its node.
+the version or the node.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -82,7 +82,7 @@ class _Recomputed:
 
 
 class _Recipe:
-    """Recomputes a layer's output and its activations, and detects tensors that were written to."""
+    """Recomputes a layer's output and activations, and detects tensors that were written to."""
 
     def __init__(self, output: Tensor, make: Callable[[], Tensor]) -> None:
         self._output = _Recomputed(make)
@@ -125,8 +125,7 @@ def _note_output(
 ) -> None:
     """Stores the recipe of ``output`` at its autograd node.
 
-    An output with a residual has no recipe: it would need the previous block's output, which would need the one before
-    it, and so on.
+    Outputs with a residual have no recipe, because recomputation would need the outputs of all previous blocks.
     """
     if norm.exchange is None or norm.statistics is None or output.grad_fn is None or residual is not None:
         return

@@ -31,13 +31,12 @@ def recompute_outputs(module: _Module | None = None, *, enabled: bool = True) ->
     <https://arxiv.org/abs/1712.02616>`__, which stores the activation's output and inverts the activation.
 
     Outputs are stored in evaluation, under :func:`torch.no_grad`, in compiled code, inside saved-tensor hooks such as
-    activation checkpointing and :func:`torch.autograd.graph.save_on_cpu`, and if the layer has a residual, or its input
-    is itself a recomputed output.
+    activation checkpointing and :func:`torch.autograd.graph.save_on_cpu`, and if the layer has a residual, or a
+    recomputed output as input.
 
     Args:
         module: a model that will recompute outputs. This changes its class, which copies and files keep. None
-            returns a context manager for forward passes in this thread; backward may run
-            outside of it.
+            returns a context manager for forward passes in this thread; backward can run outside the context.
         enabled: False to turn it off for ``module``. :func:`revert_sync_batchnorm` also turns it off.
 
     Returns:

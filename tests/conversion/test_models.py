@@ -47,13 +47,6 @@ class WithPart(nn.BatchNorm2d):
         return super().forward(input) + self.part(input * 2)
 
 
-class ActWithPart(WithPart):
-    def forward(self, input):
-        return BatchNormAct.forward(self, input) + self.part(input * 2)
-
-    act = staticmethod(F.leaky_relu)
-
-
 class ByPart(WithPart):
     """A layer that normalizes with its part in training."""
 
@@ -170,7 +163,7 @@ OF_PACKAGES = [
 ]
 PLANAR, IMAGES, UNTRACKED = (3, 4, 4), (1, 64, 64), {"track_running_stats": False}
 OF_TORCH = [BatchNorm, nn.SyncBatchNorm]
-OWN_FORWARDS = [BatchNormReLU, BatchNormAct, ByName, OfAten, WithPart, ActWithPart, ByPart, TwoBuffers]
+OWN_FORWARDS = [BatchNormReLU, BatchNormAct, ByName, OfAten, WithPart, ByPart, TwoBuffers]
 OWN_FORWARDS += [OfTorchsSync, OfType, OfTypeSync, Frozen]
 OF_POINTS = [TorchSparse, SpconvSync]
 # Model constructors, and the shape of a sample.
