@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from .communicators.torch_engine import is_mesh, torch_group_of
+from .communicators.torch_engine import torch_group_of
 from .groups import spec_of
-from .groups.spec import NODE
 
 
 def sync_group(process_group: Any) -> Any:
@@ -23,7 +22,7 @@ def sync_group(process_group: Any) -> Any:
         A :class:`torch.distributed.ProcessGroup`: the default group if it has the same ranks. None without a job.
 
     Raises:
-        TypeError: ``process_group`` has a different type.
+        TypeError: ``process_group`` has an unsupported type.
         ValueError: the number does not divide the job's ranks; the lists do not contain each rank of the job exactly
             once; ranks have different descriptions.
 
@@ -32,12 +31,6 @@ def sync_group(process_group: Any) -> Any:
         >>> group = bagua_syncbn.sync_group(8)
         >>> torch.distributed.all_reduce(tensor, group=group)
     """
-    is_description = type(process_group) in (int, list, tuple) or is_mesh(process_group)
-    if not is_description and not (isinstance(process_group, str) and process_group == NODE):
-        raise TypeError(
-            'process_group: expected an int, "node", a list of lists of ranks or a 1-D DeviceMesh, '
-            f"got {process_group!r:.200}"
-        )
     spec = spec_of(process_group)
     spec.communicator()
     return torch_group_of(spec)

@@ -28,7 +28,7 @@ class Job:
         self.rank: int = world.rank()
         self.size: int = world.size()
         self._backend, self._store = torch_groups.backend_and_store(world)
-        self._device = torch_groups.bound_device(world)
+        self._device = world.bound_device_id
         self._timeout = torch_groups.timeout_of(world)
         self._ranks: dict[Rule, Ranks] = {}  # of the rules in use
         self._agreeing = Lock()

@@ -61,11 +61,6 @@ def is_gloo_on_cpu(group: Any) -> bool:
         return False
 
 
-def bound_device(world: Any) -> Any:
-    """Returns the device that the default group ``world`` is bound to, or None."""
-    return world.bound_device_id
-
-
 def make_group(
     ranks: Sequence[int], model: Any, store: Any, name: str, device: Any = None, backend: str | None = None
 ) -> Any:

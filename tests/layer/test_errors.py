@@ -119,6 +119,18 @@ CALLS = [
     (TypeError, "weight: expected a number, got str", lambda layer: merge_statistics(layer, weight="a")),
 ]
 
+# Calls in training over several ranks.
+OVER_RANKS = [
+    (TypeError, ".*expected a DTensor that is sharded or replicated", lambda layer: layer(partial_dtensor())),
+    (RuntimeError, ".*torch.jit.trace cannot record training", lambda layer: torch.jit.trace(layer, X)),
+    (RuntimeError, ".*torch.export cannot record training", lambda layer: torch.export.export(layer, (X,))),
+]
+
+
+def partial_dtensor():
+    mesh = DeviceMesh("cpu", torch.tensor([0]), _init_backend=False)
+    return DTensor.from_local(X, mesh, [Partial()], run_check=False)
+
 
 @pytest.mark.parametrize(
     ("error", "message", "call", "training"),
@@ -149,7 +161,7 @@ def check_error(layer, error, message, call):
 def test_invalid_calls_raise_before_any_communication():
     """Only rank 0 makes the calls, so communication would hang."""
     if dist.get_rank() == 0:
-        for error, message, call in INPUTS + CALLS:
+        for error, message, call in INPUTS + CALLS + OVER_RANKS:
             if "more than 1 value" not in message:  # peers may have more values
                 check_error(make_layer(), error, message, call)
 
@@ -218,22 +230,6 @@ def test_limits_of_training_do_not_apply_to_evaluation(options, shape, message):
     assert layer.eval()(torch.randn(shape)).isfinite().all()
     layer.eps_mode = "clamp"  # "clamp" accepts an eps of 0
     assert layer.train()(torch.randn(4, 3)).isfinite().all()
-
-
-@pytest.mark.ranks(2, new_job=True)
-def test_partial_dtensors_and_traces_of_training_raise():
-    """Only rank 0 makes the calls, before the ranks have a group."""
-    if dist.get_rank():
-        return
-    mesh = DeviceMesh("cpu", torch.tensor([0]), _init_backend=False)
-    sharded = DTensor.from_local(torch.randn(4, 3), mesh, [Partial()], run_check=False)
-    for message, call in [
-        ("expected a DTensor that is sharded or replicated", lambda: SyncBatchNorm(3)(sharded)),
-        ("torch.jit.trace cannot record training", lambda: torch.jit.trace(SyncBatchNorm(3), torch.randn(4, 3))),
-        ("torch.export cannot record training", lambda: torch.export.export(SyncBatchNorm(3), (torch.randn(4, 3),))),
-    ]:
-        with pytest.raises((TypeError, RuntimeError), match=message):
-            call()
 
 
 @pytest.mark.parametrize("training", [True, False])
