@@ -139,18 +139,6 @@ def test_batched_gradients_over_ranks_raise():
     layer(input)  # all ranks raised, and can continue
 
 
-@pytest.mark.ranks(2, new_job=True)
-def test_batched_gradients_on_one_rank_raise_on_all():
-    layer, input = SyncBatchNorm(3, dtype=torch.float64), shares()[0][0].requires_grad_()
-    layer(input).sum().backward()
-    grad_outputs, batched = draw(2, *input.shape, seed=2), dist.get_rank() == 1
-    told = (
-        "^sync_batch_norm: collectives cannot be batched" if batched else "rank 1: RuntimeError in SyncBatchNorm, call"
-    )
-    with pytest.raises(RuntimeError, match=told):
-        torch.autograd.grad(layer(input), input, grad_outputs if batched else grad_outputs[0], is_grads_batched=batched)
-
-
 @pytest.mark.parametrize("length", [2, 2**16], ids=["small", "large"])
 def test_one_process_supports_all_transforms(length):
     """Large inputs usually run on our own kernels, which transforms must bypass."""
