@@ -12,7 +12,7 @@ from torch.jit import is_tracing  # type: ignore[attr-defined]
 from . import ops
 from .groups import spec_of
 from .names import name_of
-from .options import EPS_MODES, Options, Tensors
+from .options import Options, Tensors
 from .torch_internals.autograd import is_exporting
 
 _Error = TypeVar("_Error", bound=Exception)
@@ -62,12 +62,6 @@ def check_dimensions(input: Tensor) -> None:
         raise ValueError(f"input: expected at least 2 dimensions, (N, C, *), got {input.dim()}")
 
 
-def check_eps_mode(eps_mode: str) -> None:
-    """Raises ValueError unless ``eps_mode`` is "plus" or "clamp"."""
-    if not isinstance(eps_mode, str) or eps_mode not in EPS_MODES:
-        raise ValueError(f'eps_mode: expected "plus" or "clamp", got {eps_mode!r}')
-
-
 def checked_options(options: Options, training: bool) -> Options:
     """Returns ``options`` with their activation as an :class:`~bagua_syncbn.ops.Activation`.
 
@@ -75,7 +69,8 @@ def checked_options(options: Options, training: bool) -> Options:
         TypeError, ValueError: an option is invalid, see :func:`~bagua_syncbn.sync_batch_norm`.
     """
     eps, momentum, eps_mode, skip_nonfinite, given = options
-    check_eps_mode(eps_mode)
+    if not isinstance(eps_mode, str) or eps_mode not in ("plus", "clamp"):
+        raise ValueError(f'eps_mode: expected "plus" or "clamp", got {eps_mode!r}')
     check_number("eps", eps)
     is_positive = training and eps_mode == "plus"
     if not 0 <= eps < inf or (is_positive and eps == 0):  # also rejects NaN

@@ -27,6 +27,3 @@ class Options(NamedTuple):
     eps_mode: str = "plus"
     skip_nonfinite: bool = False
     activation: Any = None  # an Activation once the call is checked
-
-
-EPS_MODES = ("plus", "clamp")
