@@ -122,9 +122,9 @@ def sync_batch_norm(
     Raises:
         TypeError: an argument has the wrong type, dtype or layout; a tensor is a DTensor and ``input`` is not, or not
             placed to match; a DTensor ``input`` comes with a mask.
-        ValueError: an argument has a wrong value or number of dimensions; ``mask`` does not fit
-            ``input``; a single-rank training call has one value per channel; this rank is not in
-            ``process_group``, or the ranks of the group do not hold each value of a DTensor exactly once.
+        ValueError: an argument has a wrong value or number of dimensions; ``mask`` does not fit ``input``; a
+            single-rank training call has one value per channel; this rank is not in ``process_group``, or the ranks of
+            the group do not hold each value of a DTensor exactly once.
         RuntimeError: a tensor has the wrong number of elements or is on another device; replicas get a mask;
             :func:`torch.jit.trace` or ``torch.export`` traces training over several ranks; a checkpoint recomputes more
             calls than it ran.
