@@ -57,9 +57,12 @@ def plain(layer, input):
     return layer(input)
 
 
-def compare(change=lambda layer: None, alter=lambda input: input, around=plain, first=plain):
+def compare(change=lambda layer: None, before=(), alter=lambda input: input, around=plain, first=plain):
     """Compares a layer after three calls with a new layer; returns the results or the error."""
     layer, new = (SyncBatchNorm(CHANNELS, process_group=Recording()) for _ in range(2))
+    for make in before:
+        make(layer)
+        make(new)
     input = torch.randn(SHAPE)
     for _ in range(3):
         first(layer, leaf(input))
@@ -129,6 +132,16 @@ def test_every_change_of_a_layer_is_noticed(change):
         compare(CHANGES[change], around=by_function, first=by_function)
 
 
+@pytest.mark.parametrize(("before", "change"), [
+    *((kind, "nothing") for kind in ("no running statistics", "untracked", "momentum=None", "float64")),
+    ("no parameters", "new weight"),
+    ("group", "evaluation"),
+])  # fmt: skip
+def test_every_kind_of_layer_notices_changes(before, change):
+    change = set_attribute("weight", nn.Parameter(torch.ones(CHANNELS))) if change == "new weight" else CHANGES[change]
+    compare(change, before=[CHANGES[before]], alter=torch.Tensor.double if before == "float64" else torch.clone)
+
+
 def test_classes_that_return_parts_of_tensors_are_not_cached():
     layer = SyncBatchNorm(CHANNELS, process_group=Twin())
     nn.init.normal_(layer.weight)
@@ -178,7 +191,7 @@ def with_tangent(layer, input):
 
 
 def after_fake_tensors(layer, input):
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with FakeTensorMode() as mode:
         layer(mode.from_tensor(input))
     return layer(input)
 
@@ -211,4 +224,5 @@ AROUND = {
 
 @pytest.mark.parametrize("around", AROUND)
 def test_every_context_of_a_call_is_noticed(around):
-    compare(around=AROUND[around])
+    before = [CHANGES["no parameters"], CHANGES["no running statistics"]] if around == "fake tensors" else ()
+    compare(before=before, around=AROUND[around])

@@ -19,37 +19,45 @@ from tests.helpers.observed import collectives
 from tests.helpers.steps import check_ranks, draw
 from tests.helpers.user_layers import BatchNormAct1d
 
+SPLITS = (2, 5)
+
 
 def check_program(program, layer, reference=None):
-    """Compares two steps of ``program(layer, input)`` on ranks with ``reference``, or ``program``, in one process.
+    """Compares two steps of ``program(layer, input, own)`` on ranks with ``reference``, or ``program``, in one process.
 
-    Returns the collectives of this rank.
+    ``own`` returns this rank's share of a batch. Returns the collectives of this rank.
     """
-    splits = (2, 5) if dist.is_initialized() else (7,)
+    splits, rank = (SPLITS, dist.get_rank()) if dist.is_initialized() else ((sum(SPLITS),), 0)
     plain = copy.deepcopy(layer).double()
     model = convert_sync_batchnorm(copy.deepcopy(plain))
-    call, alone = partial(program, model), partial(reference or program, plain)
     with collectives() as sent:
         for seed in range(2):
-            check_ranks(model, plain, *draw(2, 7, 4, seed=seed), splits, call=call, reference=alone)
+            input, grad_output = draw(2, sum(SPLITS), 4, seed=seed)
+            check_ranks(
+                *(model, plain, input, grad_output, splits),
+                call=lambda x: program(model, x, lambda batch: batch.split(splits)[rank]),
+                reference=lambda x: (reference or program)(plain, x, lambda batch: batch),
+            )
     return sent
 
 
-def siamese(layer, input, around=plainly):
-    return around(lambda x: layer(x).sin() * layer(x.cos()), input)
+def siamese(layer, input, own, around=plainly):
+    """Calls a layer with two inputs that are equal only on rank 0."""
+    is_equal = own(torch.arange(sum(SPLITS)) < SPLITS[0]).unsqueeze(1)
+    return around(lambda x: layer(x).sin() * layer(torch.where(is_equal, x, x.cos())), input)
 
 
-def of_no_layer(layer, input, around=plainly, function=sync_batch_norm):
+def of_no_layer(layer, input, own, around=plainly, function=sync_batch_norm):
     return around(lambda x: function(layer(x), None, None) + function(x, None, None).sin(), input)
 
 
-def around_its_own_checkpoint(layer, input, around=plainly):
+def around_its_own_checkpoint(layer, input, own, around=plainly):
     return around(lambda x: layer(around(layer, x).sin()).cos(), input)
 
 
 def three_times(program):
     """Returns a program with three calls of ``program``, whose backward passes begin with the last call."""
-    return lambda layer, input: sum(program(layer, scale * input) for scale in (1, 2, 3))
+    return lambda layer, input, own: sum(program(layer, scale * input, own) for scale in (1, 2, 3))
 
 
 def in_a_thread(program):
@@ -84,7 +92,7 @@ def test_recomputed_calls_send_nothing(pool, cls, program, threaded):
     check_checkpoints(cls, program, threaded)
 
 
-def with_a_call_in_a_hook(layer, input):
+def with_a_call_in_a_hook(layer, input, own):
     output = layer(input).sin()
     output.register_hook(lambda grad: layer(grad))
     return output
