@@ -105,8 +105,8 @@ class BuildKernels(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         extra = shlex.split(os.environ.get("BAGUA_SYNCBN_CXXFLAGS", ""))  # last, to override earlier flags
-        cpp = [*CXX, *CXX_FLAGS, *STABLE_ABI, *["-DBAGUA_SYNCBN_CUDA"] * (KIND == "cuda")]
-        cpp += [f"-isystem{TORCH / 'include'}", f"-I{sysconfig.get_path('include')}", *extra]
+        headers = [f"-isystem{TORCH / 'include'}", f"-I{sysconfig.get_path('include')}"]
+        cpp = [*CXX, *CXX_FLAGS, *STABLE_ABI, *headers, *extra]
         cuda, linker = [], [*CXX, *extra]
         if KIND == "cuda":  # links with nvcc, which finds its static runtime
             cuda, linker = [*NVCC, *nvcc_flags()], [*NVCC, "--cudart=static", *(f"-Xcompiler={flag}" for flag in extra)]

@@ -1,10 +1,13 @@
 // The Python module bagua_syncbn._C. Importing it loads the library, whose static initializers register the kernels.
 #include "cpu/loops.h"
+#include "cuda/kernels.h"
 #include "ops.h"
 #include "python.h"
-#if defined(BAGUA_SYNCBN_CUDA)
-#include "cuda/kernels.h"
-#endif
+
+namespace bagua_syncbn::cuda {
+// Null in builds without CUDA kernels.
+__attribute__((weak)) Support support_of(int32_t device);
+}  // namespace bagua_syncbn::cuda
 
 namespace {
 
@@ -19,22 +22,18 @@ PyObject* hold_buffers(PyObject* const* arguments) {
   Py_RETURN_NONE;
 }
 
-#if defined(BAGUA_SYNCBN_CUDA)
 // (device): returns the device's Support.
 PyObject* cuda_support(PyObject* const* arguments) {
   const auto device = static_cast<int32_t>(bagua_syncbn::integer_of(arguments[0]));
   return PyLong_FromLong(static_cast<long>(bagua_syncbn::cuda::support_of(device)));
 }
-#endif
 
 PyMethodDef methods[] = {
     BAGUA_SYNCBN_METHOD(cpu_capability, 0),
     BAGUA_SYNCBN_METHOD(hold_buffers, 1),
-#if defined(BAGUA_SYNCBN_CUDA)
-    BAGUA_SYNCBN_METHOD(cuda_support, 1),
-#endif
     {nullptr, nullptr, 0, nullptr},
 };
+PyMethodDef cuda_methods[] = {BAGUA_SYNCBN_METHOD(cuda_support, 1), {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", "Native kernels.", -1, methods, nullptr, nullptr, nullptr, nullptr};
 
@@ -42,6 +41,9 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", "Native kernels.", -1, method
 
 PyMODINIT_FUNC PyInit__C() {
   PyObject* made = PyModule_Create(&module);
-  if (made != nullptr && PyModule_AddFunctions(made, bagua_syncbn::exchange::methods) != 0) Py_CLEAR(made);
+  if (made == nullptr) return nullptr;
+  int error = PyModule_AddFunctions(made, bagua_syncbn::exchange::methods);
+  if (bagua_syncbn::cuda::support_of != nullptr) error |= PyModule_AddFunctions(made, cuda_methods);
+  if (error != 0) Py_CLEAR(made);
   return made;
 }
