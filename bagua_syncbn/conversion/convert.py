@@ -23,6 +23,7 @@ from ..names import ConvertedModel, Origin, name_of
 from ..sync_batchnorm import SyncBatchNorm
 from ..torch_internals.modules import forget_compiled_code
 from .classes import class_before_conversion, full_name
+from .converters import group_of
 from .hooks import undo_hooks
 from .report import FOREIGN, examine
 
@@ -161,6 +162,8 @@ def change_class(layer: nn.Module, cls: type[SyncBatchNorm]) -> None:
         with suppress(TypeError):  # a value specific to the layer's class: an error in training; revert restores it
             group = spec_of(group)
         vars(layer).update(group_before=group, _sync_state=LayerState(group))
+    elif (group := group_of(layer)) is not None:
+        vars(layer)["_sync_state"] = LayerState(spec_of(group))
     object.__setattr__(layer, "__class__", cls)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..communicators.torch_engine import is_process_group
 from ..sync_batchnorm import SyncBatchNorm
 from .classes import full_name, replacing_class, synchronized_class
 
@@ -19,7 +20,8 @@ def register_converter(cls: type[nn.Module], converter: Converter | None) -> Non
 
     Use it for classes that conversion would refuse or not recognize. ``converter`` returns the new class, which must
     define the attributes that :class:`SyncBatchNorm` uses and the layer lacks. The layer remains the same object, so
-    the new class can read the layer's options. Subclasses of ``cls`` are not affected.
+    the new class can read the layer's options. The layer keeps its process group, whatever the name of the attribute.
+    Subclasses of ``cls`` are not affected.
 
     Args:
         cls: the class of the layers, derived from torch's batch normalization or not.
@@ -68,3 +70,19 @@ def class_after_conversion(layer: nn.Module) -> type[SyncBatchNorm] | None:
             f"{full_name(cls)}, got {target!r}"
         )
     return replacing_class(cls, target)  # type: ignore[arg-type]
+
+
+def group_of(layer: nn.Module) -> Any:
+    """Returns the process group in an attribute of ``layer``, whose class has a converter; None if there is none.
+
+    Raises:
+        TypeError: the layer has several groups.
+    """
+    attributes = vars(layer) if type(layer) in _converters else {}
+    groups = {id(value): value for value in attributes.values() if is_process_group(value)}
+    if len(groups) > 1:
+        raise TypeError(
+            f"module: {full_name(type(layer))} has several process groups; set its attribute process_group to the "
+            "group to synchronize with"
+        )
+    return next(iter(groups.values()), None)

@@ -12,6 +12,7 @@ from ..models import check_module
 from ..names import name_of
 from ..ops.activations import MODULES, activation_of
 from ..sync_batchnorm import SyncBatchNorm
+from ..torch_internals.modules import check_before_folding
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -133,3 +134,16 @@ def _is_plain(module: nn.Module) -> bool:
     """Returns whether a call of ``module`` only calls the forward of its class."""
     hooks = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
     return not any(hooks) and module._compiled_call_impl is None and "forward" not in vars(module)
+
+
+def _refuse_to_fold(layer: Any) -> None:
+    """Raises ValueError if folding ``layer`` into weights would lose its activation or its ``eps_mode``."""
+    if isinstance(layer, SyncBatchNorm) and (layer.eps_mode == "clamp" or layer.fused_activation is not None):
+        has = "eps_mode='clamp'" if layer.eps_mode == "clamp" else f"the activation {layer.fused_activation}"
+        raise ValueError(
+            f"bn: cannot fold {name_of(layer)} with {has}; call revert_sync_batchnorm on the model first, see "
+            '"Folding" in docs/conversion.md'
+        )
+
+
+check_before_folding(_refuse_to_fold)

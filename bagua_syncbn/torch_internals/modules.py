@@ -1,5 +1,6 @@
-"""Modules: compiled, replicated; and hooks for saved tensors."""
+"""Modules: compiled, replicated, folded; and hooks for saved tensors."""
 
+import functools
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -7,6 +8,7 @@ from typing import Any
 
 import torch
 from torch._utils import _get_device_index
+from torch.nn.utils import fusion
 from torch.utils import _pytree
 
 pytree: Any = _pytree
@@ -34,6 +36,20 @@ def forget_compiled_code(module: torch.nn.Module) -> None:
     ):
         # torch's guards detect changed layers, but torch.compile options can turn guards off.
         torch.compiler.reset()
+
+
+def check_before_folding(check: Callable[[Any], None]) -> None:
+    """Makes ``fuse_conv_bn_eval`` and ``fuse_linear_bn_eval`` call ``check`` with the folded layer.
+
+    Both look up a helper in their module at each call, and name the layer ``bn``.
+    """
+
+    def check_and_fold(fold: Callable[..., Any], *args: Any) -> Any:
+        check(sys._getframe(1).f_locals.get("bn"))
+        return fold(*args)
+
+    for name in ("fuse_conv_bn_weights", "fuse_linear_bn_weights"):
+        setattr(fusion, name, functools.partial(check_and_fold, getattr(fusion, name)))
 
 
 # Returns whether torch currently allows saved-tensor hooks.

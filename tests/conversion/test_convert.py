@@ -22,6 +22,7 @@ from bagua_syncbn import (
     convert_sync_batchnorm,
     fuse_activations,
     recompute_outputs,
+    register_converter,
     revert_sync_batchnorm,
     with_bagua,
 )
@@ -246,6 +247,28 @@ def test_revert_restores_the_group_of_torchs_layers():
     convert_sync_batchnorm(model, "node")
     assert all(layer.process_group is groups[0] for layer in revert_sync_batchnorm(model))
     assert all(layer.process_group in groups for layer in revert_sync_batchnorm(twin))  # both have the same ranks
+
+
+class Foreign(nn.BatchNorm2d):
+    """A layer of another package, which names its group differently."""
+
+
+@pytest.mark.ranks(2)
+def test_conversion_finds_the_group_of_other_packages_layers():
+    group, other = dist.new_group([0, 1]), dist.new_group([1, 0])
+    register_converter(Foreign, lambda layer: SyncBatchNorm2d)
+    try:
+        layer = Foreign(1)
+        layer.group = group
+        assert convert_sync_batchnorm(layer).process_group is group
+        assert convert_sync_batchnorm(layer, other).process_group is other
+        assert revert_sync_batchnorm(layer).group is group
+        layer.second = other
+        with pytest.raises(TypeError, match="Foreign has several process groups"):
+            convert_sync_batchnorm(layer)
+        assert type(layer) is Foreign
+    finally:
+        register_converter(Foreign, None)
 
 
 class OwnState(nn.BatchNorm2d):

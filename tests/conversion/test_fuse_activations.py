@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from bagua_syncbn import (
     SyncBatchNorm2d,
@@ -203,3 +204,12 @@ def test_repr_and_report_show_fused_activations():
     assert "SyncBatchNorm2d: synchronized already; computes SiLU '1'" in str(conversion_report(model))
     recompute_outputs(model)
     assert "computes SiLU '1'; outputs are recomputed" in str(conversion_report(model))
+
+
+@pytest.mark.parametrize("option", [{"activation": "silu"}, {"eps_mode": "clamp"}], ids=str)
+def test_folding_a_layer_that_does_more_than_scale_raises(option):
+    layer = SyncBatchNorm2d(4, **option).eval()
+    for fold, other in ((fuse_conv_bn_eval, nn.Conv2d(4, 4, 1)), (fuse_linear_bn_eval, nn.Linear(4, 4))):
+        fold(other.eval(), SyncBatchNorm2d(4).eval())
+        with pytest.raises(ValueError, match="cannot fold SyncBatchNorm2d with"):
+            fold(other, layer)
