@@ -269,21 +269,3 @@ def test_conversion_finds_the_group_of_other_packages_layers():
         assert type(layer) is Foreign
     finally:
         register_converter(Foreign, None)
-
-
-class OwnState(nn.BatchNorm2d):
-    """A class with a custom ``__getstate__``."""
-
-    def __getstate__(self):
-        return {**vars(self), "seen": True}
-
-
-@pytest.mark.ranks(2)
-def test_custom_getstate_keeps_the_group():
-    group = dist.new_group([0, 1])
-    model = convert_sync_batchnorm(nn.Sequential(OwnState(1)), group)
-    copied, loaded = copy.deepcopy(model)[0], pickle.loads(pickle.dumps(model))[0]
-    assert copied.seen
-    assert loaded.seen
-    assert copied.process_group is group
-    assert loaded.process_group == RankGroup((0, 1))

@@ -83,11 +83,6 @@ class OfType(nn.BatchNorm2d):
         return super(type(self), self).forward(input * 2)
 
 
-class OfTypeSync(nn.SyncBatchNorm):
-    def forward(self, input):
-        return super(self.__class__, self).forward(input * 2)
-
-
 class OfPackage(nn.SyncBatchNorm):
     """A subclass without a custom forward."""
 
@@ -99,12 +94,11 @@ class Frozen(nn.BatchNorm2d):
         return F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
 
 
-# Sparse-tensor layers, written like those of torchsparse and spconv. A sparse tensor consists of features of points,
-# (points, C), and their coordinates.
-
-
 class TorchSparse(nn.BatchNorm1d):
-    """Passes torch's forward to a function of the package."""
+    """Passes torch's forward to a function, as in torchsparse.
+
+    A sparse tensor consists of features of points, (points, C), and their coordinates.
+    """
 
     def forward(self, input):
         return self._apply_to_features(input, super().forward)
@@ -112,11 +106,6 @@ class TorchSparse(nn.BatchNorm1d):
     @staticmethod
     def _apply_to_features(input, function):
         return SimpleNamespace(features=function(input.features), places=input.places)
-
-
-class SpconvSync(nn.SyncBatchNorm):
-    def forward(self, input):
-        return SimpleNamespace(features=super().forward(input.features), places=input.places)
 
 
 class Sparse(nn.Sequential):
@@ -164,8 +153,7 @@ OF_PACKAGES = [
 PLANAR, IMAGES, UNTRACKED = (3, 4, 4), (1, 64, 64), {"track_running_stats": False}
 OF_TORCH = [BatchNorm, nn.SyncBatchNorm]
 OWN_FORWARDS = [BatchNormReLU, BatchNormAct, ByName, OfAten, WithPart, ByPart, TwoBuffers]
-OWN_FORWARDS += [OfTorchsSync, OfType, OfTypeSync, Frozen]
-OF_POINTS = [TorchSparse, SpconvSync]
+OWN_FORWARDS += [OfTorchsSync, OfType, Frozen]
 # Model constructors, and the shape of a sample.
 MODELS = {
     "BatchNorm1d": (partial(layers, nn.BatchNorm1d), (3,)),
@@ -174,7 +162,7 @@ MODELS = {
     "no parameters": (partial(layers, BatchNormAct, affine=False), PLANAR),
     "untracked": (partial(layers, BatchNormAct, **UNTRACKED), PLANAR),
     "untracked, no parameters": (partial(layers, BatchNormAct, affine=False, **UNTRACKED), PLANAR),
-    **{cls.__name__: (partial(layers, cls, Sparse), (3,)) for cls in OF_POINTS},
+    "sparse": (partial(layers, TorchSparse, Sparse), (3,)),
     **{f"{make.func.__name__} {make.args[0]}": (make, IMAGES) for make in OF_PACKAGES},
 }
 
