@@ -7,23 +7,22 @@
 
 // DO(name, shared, value, derivative): expressions of z, `zero`, `one`, and the parameter p of LeakyRelu and Elu. Value
 // and derivative may use s = shared. Derivatives at kinks equal torch's.
-#define BAGUA_SYNCBN_ACTIVATIONS(DO)                                                                 \
-  DO(Identity, z, z, one)                                                                            \
-  DO(Relu, z, z<zero ? zero : z, z> zero ? one : zero)                                               \
-  DO(Relu6, of<V>(6), z<zero ? zero : z> s ? s : z, z > zero ? (z < s ? one : zero) : zero)          \
-  DO(LeakyRelu, z, z > zero ? z : z * p, z > zero ? one : p)                                         \
-  DO(Elu, z, z > zero ? z : p * expm1_of(z), z > zero ? one : p * exp_of(z))                         \
-  DO(Silu, sigmoid_of(z), z* s, s*(one + z * (one - s)))                                             \
-  DO(Gelu, normal_cdf(z), z* s, s + z * exp_of(of<V>(-0.5) * z * z) * of<V>(0.3989422804014327))     \
-  DO(GeluTanh, sigmoid_of(z*(of<V>(1.5957691216057308) + of<V>(0.07135481627260025) * z * z)), z* s, \
-     s + z * s * (one - s) * (of<V>(1.5957691216057308) + of<V>(0.21406444881780074) * z * z))       \
-  DO(Hardswish, of<V>(3),                                                                            \
-     z*(z < -s  ? zero                                                                               \
-        : z > s ? one                                                                                \
-                : z * of<V>(1.0 / 6) + of<V>(0.5)),                                                  \
-     z > -s ? (z < s ? z * of<V>(1.0 / 3) + of<V>(0.5) : one) : zero)                                \
-  DO(Sigmoid, sigmoid_of(z), s, s*(one - s))                                                         \
+// clang-format off
+#define BAGUA_SYNCBN_ACTIVATIONS(DO)                                                                                   \
+  DO(Identity, z, z, one)                                                                                              \
+  DO(Relu, z, z < zero ? zero : z, z > zero ? one : zero)                                                              \
+  DO(Relu6, of<V>(6), z < zero ? zero : z > s ? s : z, z > zero ? (z < s ? one : zero) : zero)                         \
+  DO(LeakyRelu, z, z > zero ? z : z * p, z > zero ? one : p)                                                           \
+  DO(Elu, z, z > zero ? z : p * expm1_of(z), z > zero ? one : p * exp_of(z))                                           \
+  DO(Silu, sigmoid_of(z), z * s, s * (one + z * (one - s)))                                                            \
+  DO(Gelu, normal_cdf(z), z * s, s + z * exp_of(of<V>(-0.5) * z * z) * of<V>(0.3989422804014327))                      \
+  DO(GeluTanh, tanh_of(of<V>(0.7978845608028654) * (z + of<V>(0.044715) * z * z * z)), of<V>(0.5) * z * (one + s),     \
+     of<V>(0.5) * (one + s + z * (one - s * s) * of<V>(0.7978845608028654) * (one + of<V>(0.134145) * z * z)))         \
+  DO(Hardswish, of<V>(3), z * (z < -s ? zero : z > s ? one : z * of<V>(1.0 / 6) + of<V>(0.5)),                         \
+     z > -s ? (z < s ? z * of<V>(1.0 / 3) + of<V>(0.5) : one) : zero)                                                  \
+  DO(Sigmoid, sigmoid_of(z), s, s * (one - s))                                                                         \
   DO(Tanh, tanh_of(z), s, one - s * s)
+// clang-format on
 
 // Defines an activation for scalars or vectors V. Each instruction set, and CUDA, use it in a namespace with:
 // of<V>(constant), exp_of(V), expm1_of(V), sigmoid_of(V), tanh_of(V), normal_cdf(V). The smallest results of exp_of may

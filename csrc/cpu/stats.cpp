@@ -7,13 +7,20 @@
 namespace bagua_syncbn::cpu {
 namespace {
 
-// Returns the sum of n bytes, each 0 or 1.
+// Returns the sum of n bytes, each 0 or 1. Adds 8-byte words, whose bytes overflow after 255 additions.
 int64_t count_of(const uint8_t* valid, int64_t n) {
+  constexpr int64_t kWord = 8, kMost = 255;
   int64_t count = 0, j = 0;
-  for (; j + 8 <= n; j += 8) {
-    uint64_t word;
-    std::memcpy(&word, valid + j, 8);
-    count += static_cast<int64_t>(word * 0x0101010101010101 >> 56);  // the upper byte of the product is the sum
+  while (j + kWord <= n) {
+    const int64_t words = std::min(kMost, (n - j) / kWord);
+    uint64_t sums = 0;
+    for (int64_t w = 0; w < words; ++w, j += kWord) {
+      uint64_t word;
+      std::memcpy(&word, valid + j, kWord);
+      sums += word;
+    }
+    constexpr uint64_t kEven = 0x00ff00ff00ff00ff;
+    count += static_cast<int64_t>(((sums & kEven) + (sums >> 8 & kEven)) * 0x0001000100010001 >> 48);
   }
   for (; j < n; ++j) count += valid[j];
   return count;

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.utils import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from bagua_syncbn import (
+    SyncBatchNorm2d,
     conversion_report,
     convert_sync_batchnorm,
     fuse_activations,
