@@ -16,8 +16,8 @@
   DO(Elu, z, z > zero ? z : p * expm1_of(z), z > zero ? one : p * exp_of(z))                                           \
   DO(Silu, sigmoid_of(z), z * s, s * (one + z * (one - s)))                                                            \
   DO(Gelu, normal_cdf(z), z * s, s + z * exp_of(of<V>(-0.5) * z * z) * of<V>(0.3989422804014327))                      \
-  DO(GeluTanh, tanh_of(of<V>(0.7978845608028654) * (z + of<V>(0.044715) * z * z * z)), of<V>(0.5) * z * (one + s),     \
-     of<V>(0.5) * (one + s + z * (one - s * s) * of<V>(0.7978845608028654) * (one + of<V>(0.134145) * z * z)))         \
+  DO(GeluTanh, sigmoid_of(z * (of<V>(1.5957691216057308) + of<V>(0.07135481627260025) * z * z)), z * s,                \
+     s + z * s * (one - s) * (of<V>(1.5957691216057308) + of<V>(0.21406444881780074) * z * z))                         \
   DO(Hardswish, of<V>(3), z * (z < -s ? zero : z > s ? one : z * of<V>(1.0 / 6) + of<V>(0.5)),                         \
      z > -s ? (z < s ? z * of<V>(1.0 / 3) + of<V>(0.5) : one) : zero)                                                  \
   DO(Sigmoid, sigmoid_of(z), s, s * (one - s))                                                                         \

@@ -29,7 +29,7 @@ class RankError(AssertionError):
 def fork_context() -> Any:
     """Returns a multiprocessing context with torch already imported in new processes, which saves seconds."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.fsdp", "torch._dynamo"])
+    context.set_forkserver_preload(["torch.distributed.fsdp", "torch._inductor.compile_fx"])
     return context
 
 

@@ -28,14 +28,16 @@ def emulated(library):
     return library.ops
 
 
-@pytest.fixture(params=[pytest.param("here", marks=pytest.mark.reference_too), "emulated", "aten"])
+@pytest.fixture(params=["here", "reference", "emulated", "aten"])
 def implementation(request):
-    """The name and ops of an implementation: the ops for this machine, the CUDA kernels, or ATen's kernels."""
+    """The name and ops of an implementation: for this machine, in plain torch, the CUDA kernels, or ATen's kernels."""
     if request.param == "emulated":
         return request.param, request.getfixturevalue("emulated")
     if request.param == "aten":
         request.getfixturevalue("called")
         return request.param, aten
+    if request.param == "reference":
+        return request.param, bagua_syncbn.ops.reference
     return request.param, bagua_syncbn.ops
 
 

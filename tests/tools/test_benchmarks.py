@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from contextlib import redirect_stdout
+from importlib.util import find_spec
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -12,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-pytest.importorskip("sklearn", reason="the benchmarks need scikit-learn: pip install -e '.[bench]'")
-pytest.importorskip("matplotlib", reason="charts need matplotlib: pip install -e '.[bench]'")
+if not all(map(find_spec, ("matplotlib", "sklearn"))):  # imported in tests, since both take seconds
+    pytest.skip("the benchmarks need more packages: pip install -e '.[bench]'", allow_module_level=True)
 
 import benchmarks.__main__
-from benchmarks import charts, noise, peers, recorded, report
+from benchmarks import peers, recorded, report
 from benchmarks.recorded import of_section
 from benchmarks.sections import SECTIONS, large, stored
 from benchmarks.sections.networks import NETWORKS
@@ -41,6 +42,8 @@ def assert_alike(drawn, kept):
 
 
 def test_a_run_measures_every_case_and_shows_its_tables(tmp_path):
+    from benchmarks import charts
+
     output, threads = tmp_path / "results.json", torch.get_num_threads()
     arguments = ["--quick", "--seconds", "0.001", "--shapes", "2x3x4x4", "5x6", "--ranks", "2", "--default-malloc"]
     arguments += ["--sections", "ops", "local", "host", "stored", "anew", "large", "gpu", "exchange", "layers"]
@@ -92,6 +95,8 @@ def test_networks_store_the_documented_shares(network, share):
 
 
 def test_pages_and_charts_show_the_recorded_results(tmp_path):
+    from benchmarks import charts
+
     texts = [page.read_text(encoding="utf-8") for page in PAGES]
     assert all(any(f"<!-- begin {name} " in text for text in texts) for name in RECORDED)
     assert [report.update_page(text, RECORDED) for text in texts] == texts
@@ -110,6 +115,8 @@ def test_measuring_does_not_need_matplotlib():
 
 @pytest.mark.slow
 def test_the_page_shows_the_batch_noise_of_the_demo(tmp_path):
+    from benchmarks import noise
+
     model, images, _ = noise.trained(noise.STEPS)
     found = noise.noise(model, images)
     assert f"```text\n{found.at(2)}\n```" in (ROOT / "docs" / "verification.md").read_text("utf-8")

@@ -65,8 +65,8 @@ inline int __syncthreads_and(int holds) {
   __syncthreads();
   return all;
 }
-inline float __fdividef(float a, float b) {
-  return a / b;
+inline float __frcp_rn(float a) {
+  return 1.0f / a;
 }
 
 template <typename T>
