@@ -30,7 +30,7 @@ for environment in "$@"; do
   tests=$(mktemp -d)
   cp pyproject.toml "$tests"
   cp -r benchmarks docs tests "$tests"
-  (cd "$tests" && "$directory/bin/python" -m bagua_syncbn.info &&
+  (cd "$tests" && "$directory/bin/python" -m bagua_syncbn &&
     "$directory/bin/python" -m pytest -q -p no:cacheprovider -m 'not gpu and not slow' \
       tests/contract tests/layer/test_layer.py tests/layer/test_errors.py tests/layer/test_wrappers.py \
       tests/conversion tests/communicators tests/ops/test_ops.py tests/ops/test_native.py tests/ops/test_values.py \
