@@ -25,8 +25,8 @@
 // clang-format on
 
 // Defines an activation for scalars or vectors V. Each instruction set, and CUDA, use it in a namespace with:
-// of<V>(constant), exp_of(V), expm1_of(V), sigmoid_of(V), tanh_of(V), normal_cdf(V). The smallest results of exp_of may
-// be rounded to a normal number.
+// of<V>(constant), exp_of(V), expm1_of(V), sigmoid_of(V), tanh_of(V), normal_cdf(V). exp_of may
+// replace subnormal results with normal numbers.
 #define BAGUA_SYNCBN_ACTIVATION(name, shared, value_of_z, derivative_of_z)                     \
   struct name {                                                                                \
     template <typename V>                                                                      \

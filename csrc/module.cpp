@@ -22,7 +22,7 @@ PyObject* hold_buffers(PyObject* const* arguments) {
   Py_RETURN_NONE;
 }
 
-// (device): returns the device's Support.
+// (device): returns the device's Support as an integer.
 PyObject* cuda_support(PyObject* const* arguments) {
   const auto device = static_cast<int32_t>(bagua_syncbn::integer_of(arguments[0]));
   return PyLong_FromLong(static_cast<long>(bagua_syncbn::cuda::support_of(device)));

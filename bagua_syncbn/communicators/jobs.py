@@ -30,9 +30,9 @@ class Job:
         self._backend, self._store = torch_groups.backend_and_store(world)
         self._device = world.bound_device_id
         self._timeout = torch_groups.timeout_of(world)
-        self._ranks: dict[Rule, Ranks] = {}  # of the rules in use
+        self._ranks: dict[Rule, Ranks] = {}  # by rule, for rules in use
         self._agreeing = Lock()
-        # Communicators of users and ranks, keyed by the group that they end with: the default or a given group.
+        # Communicators by user and ranks, for each group that they end with: the default group, or a given group.
         self._communicators: WeakKeyDictionary[Any, dict[tuple[str, Ranks], Any]] = WeakKeyDictionary()
         self._creating: dict[str, Lock] = {}
 
@@ -70,8 +70,8 @@ class Job:
     ) -> Any:
         """Returns the communicator for ``user`` ("layers" or "user"), which members create at the first use.
 
-        Each ``given`` group has its own communicator, which has the group's backend and timeout and is destroyed with
-        it. By default, these are the job's. Layers get LOCAL for a single rank.
+        Each ``given`` group has a separate communicator with the group's backend and timeout, which is destroyed with
+        the group. The default is the job's group. Layers get LOCAL for a single rank.
 
         torch's ``new_group`` numbers groups either per job, which involves all ranks, or per rank, where members that
         have created different numbers of groups would wait forever. Instead, members agree on the group's name.

@@ -83,7 +83,7 @@ class Meeting:
 
     def _absent(self) -> str:
         absent = [rank for rank in self._ranks if not self.store.check([self._key(rank)])]
-        return text_of_ranks(absent or self._ranks[:1])
+        return text_of_ranks(absent or self._ranks[:1])  # the first rank settles the exchange
 
     def _settle(self, outcome: Any) -> Any:
         """Sets the outcome of the exchange unless a rank has already set it. Returns the final outcome."""

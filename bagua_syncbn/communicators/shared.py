@@ -81,8 +81,7 @@ class SharedCommunicator(TorchCommunicator):
         return target
 
     def _raise_reason(self, error: RuntimeError) -> None:
-        """Raises an error with the reason that a rank left, which the library does not have, or if the group was
-        destroyed."""
+        """Raises an error with the rank's reason if a rank has left. Raises if the group was destroyed."""
         if self._segment is None or "has left" in str(error):
             raise_if_left(self.group)
 
@@ -93,7 +92,7 @@ class SharedCommunicator(TorchCommunicator):
         return self._begun[-1]
 
     def leave(self, why: str) -> None:
-        super().leave(why)  # set before leave_segment(), because peers then read `why`
+        super().leave(why)  # before leave_segment(), after which peers read `why`
         with suppress(RuntimeError):  # closed already, or in use by another thread
             self._native.leave_segment(self._segment)
         self._close()
@@ -150,8 +149,8 @@ def _exchange_by_name(packed: Tensor, group: str, ranks: int, sums: bool) -> Ten
     except RuntimeError as error:
         raise RuntimeError(
             f"sync_batch_norm: collective failed in compiled code, on rank {communicator.rank} of {ranks}: "
-            f"{type(error).__name__}: {error}. Another rank has ended, raised an error, is in other code until the "
-            "timeout, or was late; the group can no longer be used"
+            f"{type(error).__name__}: {error}. A peer died, raised an error, was late, or ran different code "
+            "until the timeout; this group can no longer be used"
         ) from error
 
 

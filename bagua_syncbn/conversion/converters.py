@@ -20,7 +20,7 @@ def register_converter(cls: type[nn.Module], converter: Converter | None) -> Non
 
     Use it for classes that conversion would refuse or not recognize. ``converter`` returns the new class, which must
     define the attributes that :class:`SyncBatchNorm` uses and the layer lacks. The layer remains the same object, so
-    the new class can read the layer's options. The layer keeps its process group, whatever the name of the attribute.
+    the new class can read the layer's options. The layer keeps its process group, in any attribute.
     Subclasses of ``cls`` are not affected.
 
     Args:

@@ -60,7 +60,7 @@ def observed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
             with _Redirect(layer) if _differs_from_torch(layer) else nullcontext():
                 return forward(layer, *args, **kwargs)
         with _Redirect(layer), _counted_once(layer):
-            if "was_synchronized" in vars(layer):  # the outer or concurrent call of the layer does the check
+            if "was_synchronized" in vars(layer):  # an outer or concurrent call checks this
                 return forward(layer, *args, **kwargs)
             # A submodule may normalize for the layer.
             parts = (part for part in layer.modules() if part is not layer)
@@ -85,8 +85,8 @@ def _differs_from_torch(layer: SyncBatchNorm) -> bool:
 
 @contextmanager
 def _counted_once(layer: SyncBatchNorm) -> Iterator[None]:
-    """Context manager that undoes a custom forward's counting of a batch that is already counted elsewhere: by the
-    first run of a checkpoint, or by ``accumulate_statistics``."""
+    """Context manager that restores ``num_batches_tracked`` if the batch is counted elsewhere: in the first run of a
+    checkpoint, or by ``accumulate_statistics``."""
     counter = layer.num_batches_tracked
     is_counted = not torch.compiler.is_compiling() and this_thread.holds_buffers
     is_counted |= any(hasattr(attachment, "counts_batches") for attachment in layer._sync_state.attachments)

@@ -42,7 +42,7 @@ _checked: set[tuple[torch.device, torch.dtype]] = set()
 
 
 class _State:
-    """``problem``: why ATen's kernels (or plain torch) compute; None while native kernels do."""
+    """``problem``: reason for using ATen's kernels or plain torch; None if native kernels run."""
 
     problem: str | None = None
     warned = False

@@ -26,7 +26,7 @@ class CallHistory:
         self.number = 1  # next call's number in headers; never 0, the number of compiled calls
         self.probes = 0
         self.compiled: set[int] = set()  # kinds of compiled layers, whose eager calls also use compiled headers
-        self.device: torch.device | None = None  # device type of messages; None before the first message
+        self.device: torch.device | None = None  # device of probes; None before the first message
         self.failure: str | None = None  # failed call, after which ranks do not agree on the next call
         self.sending: CallSignature | None = None  # unfinished call, in any thread
         self.pending: Any = None  # the Probe for this rank's error, until the peers' answers are read

@@ -42,13 +42,13 @@ class Probe:
         return self._headers_in(collective(self._packed))
 
     def begin(self, communicator: TorchCommunicator, text: str | None) -> None:
-        """Starts to send the probe and, unless None, a ``text``. Does not wait for peers."""
+        """Starts to send the probe, and ``text`` unless it is None. Does not wait for peers."""
         begin = communicator.begin_all_reduce if self._is_sum else communicator.begin_all_gather
         self._answer = begin(self._packed)
         self._texts = None if text is None else communicator.begin_all_gather(encode(text))
 
     def wait(self) -> list[str] | None:
-        """Waits for peers. Returns None if all raised an error in the same call, else descriptions of all ranks."""
+        """Waits for peers. Returns None if all raised an error in the same call, else a text for each rank's call."""
         headers = self._headers_in(self._answer.wait())
         texts = None if self._texts is None else decode(self._texts.wait())
         if headers is None:

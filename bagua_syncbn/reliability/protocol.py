@@ -169,8 +169,8 @@ class RankExchange(Exchange):
 class CompiledExchange(Exchange):
     """Exchange in a torch.compile graph, with constant headers. Results of mismatched calls are NaN.
 
-    There is no fault record: a graph that saved a tensor for backward while each forward may write to it could not run
-    two forwards before a backward.
+    There is no fault record: the graph would save this tensor for backward, but each forward may write to it, so two
+    forwards before a backward would raise an error.
     """
 
     def __init__(self, call: Call, options: Options, communicator: Communicator) -> None:

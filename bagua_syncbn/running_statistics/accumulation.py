@@ -21,7 +21,7 @@ class Accumulation:
     """Attachment that merges the statistics of a layer's training calls, which then update no buffers."""
 
     counts_batches = True
-    """Conversion undoes a custom forward's counting of each micro-batch."""
+    """Makes custom forwards skip the count of each micro-batch, see ``conversion/own_forward.py``."""
 
     def __init__(self, layer: Any) -> None:
         device = torch.device("cpu") if layer.running_mean is None else layer.running_mean.device

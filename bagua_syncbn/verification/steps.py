@@ -52,7 +52,7 @@ class Comparison:
                     convert_sync_batchnorm(layer, LOCAL)
                 if evaluates and isinstance(layer, _BatchNorm):
                     layer.eval()
-            with _local(over_ranks, *() if evaluates else (functional,)):  # functions need values of all ranks
+            with _local(over_ranks, *() if evaluates else (functional,)):  # one rank may have too few values
                 return _run(model, _in_float64(batch, self.batch), self.loss)
 
         return self.ranks.run(what, run)
@@ -89,7 +89,7 @@ class Comparison:
 
 
 def differences(actual: Step, expected: Step) -> dict[str, str]:
-    """Describes how each tensor differs, or "" if it is equal. Skips outputs whose first dimension is not the batch."""
+    """Returns each tensor's difference as text, "" if equal. Skips outputs whose first dimension is not the batch."""
     found, largest = {}, defaultdict[str, float](float)
     for name, tensor in expected.items():
         largest[kind_of(name)] = max(largest[kind_of(name)], _largest(_widened(tensor)))
@@ -152,7 +152,7 @@ def _run(model: nn.Module, batch: Any, loss: Loss, weight: float = 1.0) -> Step:
 
 @contextmanager
 def _local(*modules: Any) -> Iterator[None]:
-    """Context manager in which the functions of ``modules`` do not synchronize, regardless of ``process_group``."""
+    """Context manager in which functions in ``modules`` ignore ``process_group`` and do not synchronize."""
     for module in modules:
         module.spec_of = lambda _: spec_of(LOCAL)  # in all threads, because replicas also call functions
     try:

@@ -67,7 +67,7 @@ class Ranks {
     record_fault(arguments.fault, fault, rows, channels, header_size);
   }
 
-  // Sets mean and variance of channel `c`, if it exists.
+  // Adds mean and variance of channel `c`, if it exists, to zeroed `mean` and `var`.
   __device__ __forceinline__ void merge(int64_t c, double& mean, double& var) const {
     if (sums != nullptr) {
       if (c < channels) unpack_moments(sums, channels, c, inverse, mean, var);

@@ -74,7 +74,7 @@ BAGUA_SYNCBN_IN_LOOPS void normalize_rows(const T* x, const T* residual, T* y, R
 
 template <typename Activation, bool kColumns, typename T, typename A = Accumulate<T>>
 void normalize(const T* x, const T* residual, T* y, Rows rows, const NormalizeFactors<A>& factors) {
-  // Without a branch on the residual in the loop.
+  // Two copies of the loop, so that it does not branch on the residual.
   if (residual == nullptr) return normalize_rows<Activation, kColumns, T>(x, nullptr, y, rows, factors);
   normalize_rows<Activation, kColumns>(x, residual, y, rows, factors);
 }

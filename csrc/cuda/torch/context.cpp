@@ -45,7 +45,7 @@ Context::Context(const Tensor& input) : input_(input), guard_(input.get_device_i
         "a GPU and a driver that run these kernels (an eager first call selects others)", device_name(input));
   set_device(device);
   void* current = nullptr;
-  check(getter(device, &current) == 0, "input", "it on a device with a current stream", device);
+  check(getter(device, &current) == 0, "input", "a device with a current stream", device);
   stream = static_cast<Stream>(current);
 }
 
