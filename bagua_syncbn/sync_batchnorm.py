@@ -33,7 +33,7 @@ class BatchNorm(_BatchNorm):
 
 
 def _peers_of(layer: "SyncBatchNorm", *_: Any, **__: Any) -> tuple[Any, Any] | None:
-    # Raised because replicas run in threads, which cannot use process groups.
+    # None for replicas: they run in threads, and cannot use process groups.
     return (layer._sync_state.group, layer) if layer.training and "_is_replica" not in vars(layer) else None
 
 

@@ -125,8 +125,8 @@ def given(process_group: Any) -> tuple[Rule, Callable[[], Any]] | None:
 
 def communicator_of(rule: Rule, given: Any, creates: bool) -> Communicator | None:
     """Returns the layers' communicator, or None if it does not exist and ``creates`` is False."""
-    # Bagua's constructor holds the GIL while it waits for all members. But the scheduler's thread needs the GIL, and a
-    # peer may wait for this scheduler before it calls the constructor, so the job lets members wait first.
+    # The job makes members wait for each other before the constructor, which waits for them with the GIL held. Bagua's
+    # scheduler needs the GIL, and a peer may wait for this rank's scheduler before it calls the constructor.
     return running_job().communicator("layers", rule, None, creates, make_communicator)  # type: ignore[no-any-return]
 
 

@@ -29,7 +29,7 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def given(process_group: Any) -> tuple[Rule, Callable[[], Any] | None] | None:
-    """Returns the rule of a group or mesh, None for all ranks, and a weak reference to it; None otherwise.
+    """Returns the rule of a group or mesh (None for all ranks) and a reference to the group; None for other objects.
 
     Raises:
         ValueError: the group was destroyed.

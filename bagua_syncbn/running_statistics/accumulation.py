@@ -35,7 +35,7 @@ class Accumulation:
             return go(call)
         error = ""
         if call.buffers.running_mean is not getattr(call.layer, "running_mean", None):
-            error = "running_mean: inside accumulate_statistics, a custom forward must pass the layer's buffer, no view"
+            error = "running_mean: inside accumulate_statistics, a custom forward must pass the buffer, not a view"
         elif not torch.compiler.is_compiling() and is_capturing():
             error = "a CUDA graph cannot be captured inside accumulate_statistics, which does not see replays"
         if error:

@@ -52,7 +52,7 @@ def recalibrate_statistics(
         batches: batches of this rank: tensors, or lists or tuples that begin with a tensor, as from a ``DataLoader``.
         forward: runs the model on a batch, which may have any type. None for ``module(batch)``.
         device: where to move batches before calling ``module``; None to leave them. Cannot be combined with
-        ``forward``.
+            ``forward``.
         process_group: the ranks that make the call, as for :func:`sync_batch_norm`; None for the whole job.
 
     Raises:

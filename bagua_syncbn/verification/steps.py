@@ -52,7 +52,7 @@ class Comparison:
                     convert_sync_batchnorm(layer, LOCAL)
                 if evaluates and isinstance(layer, _BatchNorm):
                     layer.eval()
-            with _local(over_ranks, *() if evaluates else (functional,)):  # one rank may have too few values
+            with _local(over_ranks, *() if evaluates else (functional,)):  # a rank may have a single value
                 return _run(model, _in_float64(batch, self.batch), self.loss)
 
         return self.ranks.run(what, run)

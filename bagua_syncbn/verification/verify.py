@@ -92,7 +92,7 @@ def verify_synchronization(
     module = unwrapped(model)
     with unchanged(module), torch.inference_mode(False):
         found = Comparison(ranks, module, batch, loss)
-        # Without communication, so that no rank waits for a rank that raises.
+        # Layers do not communicate here, so no rank waits for a rank that raises.
         found.run_alone("the step on this rank's batch", batch, evaluates=True)
         unlike = ranks.differing(_state_of(module))
         if unlike:
