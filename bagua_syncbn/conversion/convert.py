@@ -41,7 +41,7 @@ def convert_sync_batchnorm(
 
     Only the class of a layer changes, not the object: parameters, buffers, hooks, attributes, training flag and
     optimizers remain valid. A custom ``forward`` is also kept; in training, it raises an error unless it calls
-    ``super().forward``, ``F.batch_norm`` or a converted submodule. :class:`torch.nn.SyncBatchNorm` is also converted.
+    ``super().forward`` or ``F.batch_norm``, or a submodule is converted. Also converts :class:`torch.nn.SyncBatchNorm`.
     Convert before wrapping the model. A compiled model is recompiled at the next call. :func:`conversion_report` lists
     the layers, and why some are skipped.
 
@@ -129,7 +129,7 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
         layers = [part for part in module.modules() if isinstance(part, SyncBatchNorm)]
         for layer in layers:
             cls = class_before_conversion(type(layer))
-            _check_that_it_can_be_local(layer, cls)
+            _check_can_revert(layer, cls)
             vars(layer).pop("_sync_state", None)
             if "group_before" in vars(layer):
                 held = vars(layer).pop("group_before")
@@ -139,7 +139,7 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
     return module
 
 
-def _check_that_it_can_be_local(layer: SyncBatchNorm, cls: type[nn.Module]) -> None:
+def _check_can_revert(layer: SyncBatchNorm, cls: type[nn.Module]) -> None:
     """Raises ValueError if ``layer`` is frozen or has an option that the new class ``cls`` would ignore.
 
     Options set by the layer's class are not checked: that class chose ``cls`` as ``local_class``.
