@@ -26,10 +26,10 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     Compiled models run eagerly inside the context, because compiled code ignores new hooks.
     """
     cuda = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type == "cuda"}
-    saved = [
-        (part, {name: vars(part)[name] for name in _STATE if name in vars(part)}, dict(part._buffers))
-        for part in model.modules()
-    ]
+    parts = list(model.modules())
+    states = [{name: vars(part)[name] for name in _STATE if name in vars(part)} for part in parts]
+    scripted = [part for part in parts if isinstance(part, torch.jit.ScriptModule)]  # with fixed buffers
+    saved = [(part, dict(part._buffers)) for part in parts if part not in scripted]
     copies = {buffer: buffer.detach().clone() for buffer in model.buffers()}
     numpy = sys.modules.get("numpy.random")  # None if NumPy was not imported
     with ExitStack() as stack:
@@ -41,16 +41,19 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         try:
             # Writes to the buffers themselves would break the backward of earlier calls.
-            for part, _, buffers in saved:
+            for part, buffers in saved:
                 part._buffers.update((name, copies[buffer]) for name, buffer in buffers.items() if buffer is not None)
             yield
         finally:
-            for part, state, buffers in saved:
+            for part, state in zip(parts, states, strict=True):
                 for name in _STATE:
                     vars(part).pop(name, None)
                 vars(part).update(state)
+            for part, buffers in saved:
                 part._buffers.clear()
                 part._buffers.update(buffers)
+            for buffer in {buffer for part in scripted for buffer in part.buffers()}:
+                buffer.detach().copy_(copies[buffer])
 
 
 @contextmanager

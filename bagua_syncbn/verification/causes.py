@@ -17,7 +17,7 @@ def causes_of(difference: str, found: Comparison, actual: Step, expected: Step) 
     ranks = found.ranks
 
     def is_equal(weight: float) -> bool:
-        return not any(differences(found.combined(found.run(weight)), expected).values())
+        return not any(ranks.gather(any(differences(found.combined(found.run(weight)), expected).values())))
 
     sizes = {tensor.size(0) for tensor in tensors_in(found.batch) if tensor.dim()}
     counts = ranks.gather(sizes.pop() if len(sizes) == 1 else 0)

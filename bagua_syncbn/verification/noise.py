@@ -153,7 +153,7 @@ def _observe(module: nn.Module, batches: Iterable[Any], forward: object, device:
     new = [name for name, counter in counters.items() if counter is not None and not counter]
     if new:
         warn(f"measure_batch_noise: layers with untrained running statistics: {', '.join(new)}; train for some steps, "
-             "or call recalibrate_statistics", stacklevel=6)  # fmt: skip
+             "or call recalibrate_statistics", stacklevel=5)  # fmt: skip
     found: dict[str, list[_Input]] = {}
 
     def add(name: str, layer: Any, args: Any, kwargs: Any) -> None:

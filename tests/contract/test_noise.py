@@ -61,6 +61,14 @@ def test_repeated_calls_of_a_layer_count_as_more_samples():
     assert vars(once) == pytest.approx(vars(repeated))
 
 
+def test_buffers_of_scripted_modules_are_restored():
+    own = nn.Sequential(layer(), torch.jit.script(nn.BatchNorm1d(3).double()))
+    before = copy.deepcopy(own.state_dict())
+    measure_batch_noise(own, [correlated(50, 0.1)])
+    torch.testing.assert_close(own.state_dict(), before)
+    assert all(part.training for part in own)
+
+
 def model(**options):
     torch.manual_seed(0)
     own = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 5), nn.BatchNorm1d(5)).double()

@@ -158,6 +158,12 @@ CASES = {
     "mean over boxes": Case(
         ddp, (2, 5), box_loss, ("loss differs by", "outputs are equal, so statistics match, but the loss")
     ),
+    "the middle rank agrees": Case(
+        model,
+        (4, 4, 4),
+        lambda *given: cross_entropy(*given) + dist.get_rank(),
+        ("loss differs by", "outputs are equal, so statistics match, but the loss"),
+    ),
     "random functions": Case(
         lambda: convert_sync_batchnorm(Noisy(*plain())), lines=("output differs", "the step is random (e.g. dropout)")
     ),
