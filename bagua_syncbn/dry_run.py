@@ -28,8 +28,9 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     cuda = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type == "cuda"}
     parts = list(model.modules())
     states = [{name: vars(part)[name] for name in _STATE if name in vars(part)} for part in parts]
-    scripted = [part for part in parts if isinstance(part, torch.jit.ScriptModule)]  # with fixed buffers
-    saved = [(part, dict(part._buffers)) for part in parts if part not in scripted]
+    # TorchScript cannot exchange buffers.
+    fixed = {buffer for part in parts if isinstance(part, torch.jit.ScriptModule) for buffer in part.buffers()}
+    saved = [(part, dict(part._buffers)) for part in parts if not isinstance(part, torch.jit.ScriptModule)]
     copies = {buffer: buffer.detach().clone() for buffer in model.buffers()}
     numpy = sys.modules.get("numpy.random")  # None if NumPy was not imported
     with ExitStack() as stack:
@@ -52,7 +53,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             for part, buffers in saved:
                 part._buffers.clear()
                 part._buffers.update(buffers)
-            for buffer in {buffer for part in scripted for buffer in part.buffers()}:
+            for buffer in fixed:
                 buffer.detach().copy_(copies[buffer])
 
 

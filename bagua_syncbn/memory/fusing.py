@@ -113,10 +113,12 @@ def _pairs_in(model: nn.Module) -> Iterator[tuple[SyncBatchNorm, nn.Module, nn.M
             continue
         keys, modules = list(container._modules), list(container._modules.values())
         for at, layer in enumerate(modules):
-            between = _up_to_activation(modules[at + 1 :])
-            if not between or not isinstance(layer, SyncBatchNorm) or type(layer).forward is not SyncBatchNorm.forward:
+            if not isinstance(layer, SyncBatchNorm) or type(layer).forward is not SyncBatchNorm.forward:
                 continue
-            if layer.fused_activation is None and places[layer] == 1 and all(map(_is_plain, [layer, *between])):
+            between = _up_to_activation(modules[at + 1 :])
+            if not between or layer.fused_activation is not None or places[layer] > 1:
+                continue
+            if all(map(_is_plain, [layer, *between])):
                 yield layer, between[-1], container, keys[at + len(between)]
 
 
