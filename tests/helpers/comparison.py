@@ -18,9 +18,9 @@ class OpCase(NamedTuple):
     """Input and options of the ops."""
 
     shape: tuple[int, ...]  # (N, C, *)
-    layout: str = "contiguous"  # of input and residual, see cases.laid_out
+    layout: str = "contiguous"  # layout of input and residual, see cases.laid_out
     grad_layout: str | None = None  # None: the input's layout
-    offsets: tuple[int, int, int] = (0, 0, 0)  # of input, gradient, residual from 64-byte alignment, in elements
+    offsets: tuple[int, int, int] = (0, 0, 0)  # input, gradient and residual: elements after a 64-byte address
     parameters: torch.dtype | None = torch.float32  # dtype of weight and bias; None for none
     mask: str | None = None  # a key of make_mask; not with an activation or a residual
     activation: Activation | None = None  # None omits the activation arguments and the gradient buffer
