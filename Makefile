@@ -53,7 +53,7 @@ SANITIZE := -g1 -Og -fsanitize=address,undefined -fno-sanitize=null,object-size,
 SANITIZED = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=0:malloc_fill_byte=255:max_malloc_fill_size=2147483647 \
 	PYTHONPATH=build/sanitize/lib OMP_WAIT_POLICY=passive $(BIN)/pytest -q -s -p no:cacheprovider -m 'not slow'
-HAS_AVX512 := $(shell grep -o -m 1 avx512vl /proc/cpuinfo)
+HAS_AVX512 = $(shell grep -o -m 1 avx512vl /proc/cpuinfo)
 sanitize: $(VENV)/installed-test ## kernels under AddressSanitizer and UndefinedBehaviorSanitizer, CUDA kernels emulated
 	BAGUA_SYNCBN_BUILD=cpu BAGUA_SYNCBN_CXXFLAGS='$(SANITIZE)' $(BIN)/python setup.py -q \
 		build --build-lib build/sanitize/lib
