@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import ops
 from ..errors import notifies_peers
 from ..options import Options
-from ..torch_internals.autograd import is_batched
+from ..torch_internals.autograd import is_batched, untraced
 from .call import Normalization, Statistics, follow
 
 _notifies_peers = notifies_peers(lambda ctx, *_: (ctx.norm.exchange.communicator, ctx.norm.layer))
@@ -180,3 +180,37 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
         return _all_reduce(tangent, ctx.norm)
+
+
+def once_differentiable(output: Tensor) -> Tensor:
+    """Returns ``output``, for compiled code. Backward with ``create_graph=True`` raises.
+
+    Compiled code computes gradients without a graph. ``backend="eager"`` would leave out second derivatives without an
+    error; other backends raise their own.
+    """
+    _allow_in_graph()
+    return _once_differentiable(output)
+
+
+def _once_differentiable(output: Tensor) -> Tensor:
+    return _OnceDifferentiable.apply(output)  # type: ignore[no-any-return]
+
+
+@untraced
+def _allow_in_graph() -> None:
+    torch.compiler.allow_in_graph(_once_differentiable)  # not at import, because it imports the compiler
+
+
+class _OnceDifferentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor) -> Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "sync_batch_norm: compiled code has no second derivatives; call the model without torch.compile for "
+                "gradients with create_graph=True"
+            )
+        return grad_output

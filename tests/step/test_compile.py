@@ -124,6 +124,16 @@ def test_compiled_models_of_other_kinds_equal_eager(pool, kind):
     pool.run(partial(compare, "aot_eager", kind=kind, autocast=kind == "autocast"), 2)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_second_derivatives_of_compiled_code_raise(backend):
+    layer = SyncBatchNorm(3)
+    input = torch.randn(4, 3, requires_grad=True)
+    loss = torch.compile(layer, backend=backend, fullgraph=True)(input).sin().sum()
+    with pytest.raises(RuntimeError, match="sync_batch_norm: compiled code|does not currently support double backward"):
+        (torch.autograd.grad(loss, layer.weight, create_graph=True)[0] + input).sum().backward()
+
+
 def layer_in(kind):
     """Returns a layer that stores the mean of the last batch, with a kind of process group."""
     kinds = {"group": lambda: dist.new_group([0, 1]), "mesh": lambda: init_device_mesh("cpu", (2,))}
