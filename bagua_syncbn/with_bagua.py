@@ -80,7 +80,7 @@ def with_bagua(
     layers = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
     if not layers:
         warnings.warn(f"with_bagua: found no synchronized layer in {type(module).__name__}", stacklevel=2)
-    spec, by_bagua = spec_of(process_group), bagua.default_group() is not None
+    spec, by_bagua = spec_of(process_group), bagua.is_running()
     if by_bagua:
         algorithm = bagua.resolve_algorithm(algorithm or "gradient_allreduce")
     else:

@@ -14,12 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..groups import Communicator, RankGroup
-from ..groups.spec import Rule, members_by
-
-# torch.distributed runs in every Bagua job with the same ranks.
-from .torch_engine import is_in_job as is_in_job
-from .torch_engine import rank_and_size as rank_and_size
-from .torch_engine import ranks_of as ranks_of
+from ..groups.spec import Rule, members_by, rank_and_size
 from .torch_engine import running_job
 
 
@@ -38,6 +33,7 @@ class BaguaCommunicator:
 
     def __init__(self, group: Any) -> None:
         self.group = group
+        self.ranks = tuple(group.ranks)
         self.size = len(group.ranks)
         self.rank: int = group.ranks.index(dist.get_rank())
         self.device = _device()
@@ -90,8 +86,13 @@ def installed_version() -> str | None:
 
 def default_group() -> Any:
     """Returns Bagua's default group, or None before ``bagua.torch_api.init_process_group()``."""
-    communication = sys.modules.get("bagua.torch_api.communication")  # called in every layer call
+    communication = _communication()
     return communication._default_pg if communication is not None else None
+
+
+def is_running() -> bool:
+    """Returns whether Bagua runs. torch.distributed then runs as well, with the same ranks."""
+    return default_group() is not None
 
 
 def is_data_parallel(module: nn.Module) -> bool:

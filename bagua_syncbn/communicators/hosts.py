@@ -29,7 +29,7 @@ class HostsCommunicator(SharedCommunicator):
     """A :class:`SharedCommunicator` for each host, plus a :class:`TorchCommunicator` between the carriers."""
 
     begins = False  # a carrier must wait for the ranks on its host
-    __slots__ = ("_carriers", "_free", "_most", "_order")
+    __slots__ = ("_carriers", "_free", "_most", "_most_values", "_order")
 
     def __init__(self, group: Any, segment: Any, hosts: Sequence[Sequence[int]], carriers: Any) -> None:
         super().__init__(group, segment)
@@ -38,22 +38,22 @@ class HostsCommunicator(SharedCommunicator):
         self._order = torch.tensor([rows[rank] for rank in range(self.size)])
         self._carriers = None if carriers is None else TorchCommunicator(carriers)
         self._free = Lock()
-        # The last step sends all rows.
-        self._most_gathered = {dtype: most // self.size for dtype, most in MOST_VALUES.items()}
+        # The last step of a gather sends all rows.
+        self._most_values = {dtype: most // self.size for dtype, most in MOST_VALUES.items()}, MOST_VALUES
 
-    def _exchange(self, kind: int, packed: Tensor, target: Tensor) -> Tensor:
+    def _exchange_over_hosts(self, kind: int, packed: Tensor, target: Tensor) -> Tensor:
         if not self._free.acquire(blocking=False):
             raise RuntimeError("process_group: another thread is using this group; use one thread at a time")
         try:
             sent = packed.new_zeros((self._most if kind == GATHER else 1, packed.numel()))
-            super()._exchange(kind, packed, sent)
+            self._begin(kind, packed, sent).wait()
             if self._carriers is None:
                 result = torch.zeros_like(target)
             elif kind == GATHER:
                 result = self._carriers.all_gather(sent.view(-1)).unflatten(1, sent.shape).flatten(0, 1)[self._order]
             else:
                 result = self._carriers.all_reduce(sent[0])
-            return super()._exchange(SUM, result, target)  # only the carrier's row is nonzero
+            return self._begin(SUM, result, target).wait()  # only the carrier's row is nonzero
         except BaseException as error:
             self.leave(f"rank {self.rank} has left the group: {str(error) or type(error).__name__}")
             raise

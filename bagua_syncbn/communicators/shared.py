@@ -12,7 +12,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakValueDictionary, finalize
 
 import torch
@@ -31,64 +31,69 @@ GATHER, SUM = 0, 1
 MOST_VALUES = {torch.float32: 2**14, torch.float64: 2**13}
 
 
+def _through_memory(name: str, kind: int) -> Any:
+    """Returns the method ``name``, which sends small messages on CPU through shared memory, and others as collectives.
+
+    The exchange is inlined, because it is in every forward and backward.
+    """
+    collective, begins = getattr(TorchCommunicator, name), name.startswith("begin")
+
+    def send(self: Any, packed: Tensor) -> Any:
+        if not packed.is_cpu or packed.numel() > self._most_values[kind].get(packed.dtype, -1):
+            return collective(self, packed)
+        if not begins and (torch.compiler.is_compiling() or type(packed) is not Tensor):
+            return torch.ops.bagua_syncbn.exchange(packed, self.name, self.size, kind == SUM)
+        packed, numel = packed.contiguous(), packed.numel()
+        target = packed if kind == SUM else packed.new_empty((self.size, numel))
+        if begins:
+            return self._begin(kind, packed, target)
+        if not self.begins:  # the ranks are on several hosts
+            return self._exchange_over_hosts(kind, packed, target)
+        try:
+            self._native.exchange(
+                self._segment, kind, packed.data_ptr(), numel, packed.element_size(), target.data_ptr()
+            )
+        except RuntimeError as error:
+            self._raise_reason(error)
+        return target
+
+    return send
+
+
 class SharedCommunicator(TorchCommunicator):
     """A :class:`TorchCommunicator` whose ranks exchange small messages on CPU through shared memory.
 
     Sums are bitwise equal on all ranks, because each rank adds in rank order. The memory lives as long as the group.
     """
 
-    __slots__ = ("_begun", "_most_gathered", "_native", "_segment")
+    # Maximum sizes in shared memory, by kind and dtype: equal on all ranks, compiled or not.
+    _most_values: Sequence[dict[torch.dtype, int]] = MOST_VALUES, MOST_VALUES
+    __slots__ = ("_begun", "_native", "_segment")
 
     def __init__(self, group: Any, segment: Any) -> None:
         super().__init__(group)
         self._native, self._segment = native_library(), segment
         self._begun: list[Published] = []
-        # Maximum sizes in shared memory: equal on all ranks, compiled or not.
-        self._most_gathered = MOST_VALUES
         _by_name[self.name] = self
         finalize(group, self._close).atexit = False  # type: ignore[misc]  # the system frees the memory at exit
 
-    def all_gather(self, packed: Tensor) -> Tensor:
-        if not packed.is_cpu or packed.numel() > self._most_gathered.get(packed.dtype, -1):
-            return super().all_gather(packed)
-        if torch.compiler.is_compiling() or type(packed) is not Tensor:
-            return torch.ops.bagua_syncbn.exchange(packed, self.name, self.size, False)  # type: ignore[no-any-return]
-        return self._exchange(GATHER, packed.contiguous(), packed.new_empty((self.size, packed.numel())))
+    all_gather = _through_memory("all_gather", GATHER)
+    all_reduce = _through_memory("all_reduce", SUM)
+    begin_all_gather = _through_memory("begin_all_gather", GATHER)
+    begin_all_reduce = _through_memory("begin_all_reduce", SUM)
 
-    def all_reduce(self, packed: Tensor) -> Tensor:
-        if not packed.is_cpu or packed.numel() > MOST_VALUES.get(packed.dtype, -1):
-            return super().all_reduce(packed)
-        if torch.compiler.is_compiling() or type(packed) is not Tensor:
-            return torch.ops.bagua_syncbn.exchange(packed, self.name, self.size, True)  # type: ignore[no-any-return]
-        packed = packed.contiguous()
-        return self._exchange(SUM, packed, packed)
-
-    def begin_all_gather(self, packed: Tensor) -> AsyncCollective:
-        is_small = packed.is_cpu and packed.numel() <= self._most_gathered.get(packed.dtype, -1)
-        return self._begin(GATHER, packed) if is_small else super().begin_all_gather(packed)
-
-    def begin_all_reduce(self, packed: Tensor) -> AsyncCollective:
-        is_small = packed.is_cpu and packed.numel() <= MOST_VALUES.get(packed.dtype, -1)
-        return self._begin(SUM, packed) if is_small else super().begin_all_reduce(packed)
-
-    def _exchange(self, kind: int, packed: Tensor, target: Tensor) -> Tensor:
-        numel, itemsize = packed.numel(), packed.element_size()
-        try:
-            self._native.exchange(self._segment, kind, packed.data_ptr(), numel, itemsize, target.data_ptr())
-        except RuntimeError as error:
-            self._raise_reason(error)
-            raise
-        return target
-
-    def _raise_reason(self, error: RuntimeError) -> None:
-        """Raises an error with the rank's reason if a rank has left. Raises if the group was destroyed."""
+    def _raise_reason(self, error: RuntimeError) -> NoReturn:
+        """Raises ``error`` of the native library; if a rank has left, its reason; or that the group was destroyed."""
         if self._segment is None or "has left" in str(error):
             raise_if_left(self.group)
+        raise error
 
-    def _begin(self, kind: int, packed: Tensor) -> AsyncCollective:
-        packed = packed.contiguous()
-        self._native.publish(self._segment, kind, packed.data_ptr(), packed.numel(), packed.element_size())
-        self._begun.append(Published(self, _target(kind, packed, self.size)))
+    def _begin(self, kind: int, packed: Tensor, target: Tensor) -> AsyncCollective:
+        try:
+            self._native.publish(self._segment, kind, packed.data_ptr(), packed.numel(), packed.element_size())
+        except RuntimeError as error:
+            self._raise_reason(error)
+        self._begun.append(Published(self, target))
         return self._begun[-1]
 
     def leave(self, why: str) -> None:
@@ -115,12 +120,7 @@ class Published(AsyncCollective):
                 communicator._native.collect(communicator._segment, self._target.data_ptr())
             except RuntimeError as error:
                 communicator._raise_reason(error)
-                raise
         return self._target
-
-
-def _target(kind: int, packed: Tensor, ranks: int) -> Tensor:
-    return torch.empty_like(packed) if kind == SUM else packed.new_empty((ranks, packed.numel()))
 
 
 # An opaque op for compiled code, so that compiled and eager ranks send the same messages. It takes the group's name,
@@ -134,18 +134,18 @@ _library.define(
 
 @torch.library.register_fake("bagua_syncbn::exchange", lib=_library)
 def _(packed: Tensor, group: str, ranks: int, sums: bool) -> Tensor:
-    return _target(SUM if sums else GATHER, packed, ranks)
+    return torch.empty_like(packed) if sums else packed.new_empty((ranks, packed.numel()))
 
 
 def _exchange_by_name(packed: Tensor, group: str, ranks: int, sums: bool) -> Tensor:
-    communicator, kind = _by_name.get(group), SUM if sums else GATHER
+    communicator = _by_name.get(group)
     if communicator is None:
         raise RuntimeError(DESTROYED)
-    packed = packed.contiguous()
     try:
         for begun in communicator._begun[:]:  # messages of an eager call that raised
             begun.wait()
-        return communicator._exchange(kind, packed, _target(kind, packed, ranks))
+        packed = packed.clone()  # the result must not be an input
+        return communicator.all_reduce(packed) if sums else communicator.all_gather(packed)  # type: ignore[no-any-return]
     except RuntimeError as error:
         raise RuntimeError(
             f"sync_batch_norm: collective failed in compiled code, on rank {communicator.rank} of {ranks}: "

@@ -2,30 +2,17 @@
 
 import os
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch.distributed as dist
 
 from ..groups import DESTROYED, FORKED, Communicator, GroupSpec, RankGroup
-from ..groups.spec import Ranks, Rule
+from ..groups.spec import Rule, is_in_job, world
 from .c10d import IS_AVAILABLE, is_alive
 from .jobs import Job
 
-# Returns the job's default group, or None. A partial for speed: every layer call calls it.
-default_group: Callable[[], Any] = partial(getattr, dist.group, "WORLD") if IS_AVAILABLE else lambda: None
-
-
-def is_in_job() -> bool:
-    """Returns whether torch.distributed is running a job. Compiled code guards on this, without accessing the default
-    group."""
-    return IS_AVAILABLE and (dist.is_initialized() or dist.group.WORLD is not None)
-
-
-def rank_and_size() -> tuple[int, int]:
-    """Returns this process's rank in the job, and the job's number of ranks."""
-    return dist.get_rank(), dist.get_world_size()
+is_running = is_in_job
 
 
 def given(process_group: Any) -> tuple[Rule, Callable[[], Any] | None] | None:
@@ -40,21 +27,14 @@ def given(process_group: Any) -> tuple[Rule, Callable[[], Any] | None] | None:
         group = group.get_group()
     elif not is_process_group(group):
         return None
-    is_default = group is default_group()
-    return None if is_default else RankGroup(tuple(sorted(dist.get_process_group_ranks(group)))), ref(group)
-
-
-def ranks_of(rule: Rule) -> Ranks:
-    """Returns the ranks in this rank's group. All ranks of the job take part in a rule's first use."""
-    return running_job().ranks_of(rule)
+    return None if group is world() else RankGroup(tuple(sorted(dist.get_process_group_ranks(group)))), ref(group)
 
 
 def communicator_of(rule: Rule, given: Any, creates: bool) -> Communicator | None:
     """Returns the layers' communicator, or None if it does not exist and ``creates`` is False."""
-    group = None if rule is None else given
-    if creates and group is not None and not is_alive(group):
+    if creates and given is not None and not is_alive(given):
         raise RuntimeError(DESTROYED)
-    return running_job().communicator("layers", rule, group, creates)  # type: ignore[no-any-return]
+    return running_job().communicator("layers", rule, None if rule is None else given, creates)  # type: ignore[no-any-return]
 
 
 _jobs: WeakKeyDictionary[Any, Job] = WeakKeyDictionary()  # keyed by default group
@@ -64,8 +44,8 @@ _inherited: WeakSet[Any] = WeakSet()
 
 
 def _note_inherited() -> None:
-    if default_group() is not None:
-        _inherited.add(default_group())
+    if world() is not None:
+        _inherited.add(world())
 
 
 if hasattr(os, "register_at_fork"):
@@ -74,10 +54,10 @@ if hasattr(os, "register_at_fork"):
 
 def running_job() -> Job:
     """Returns the running job. Raises RuntimeError in a forked child of the job's process."""
-    world = default_group()
-    if world in _inherited:
+    job = world()
+    if job in _inherited:
         raise RuntimeError(FORKED)
-    return _jobs.get(world) or _jobs.setdefault(world, Job(world))
+    return _jobs.get(job) or _jobs.setdefault(job, Job(job))
 
 
 def is_process_group(process_group: object) -> bool:
@@ -100,7 +80,7 @@ def torch_group_of(spec: GroupSpec) -> Any:
     Raises:
         TypeError: ``spec`` has no c10d group, e.g. a Communicator.
     """
-    given, world = spec.process_group, default_group()
+    given = spec.process_group
     if is_process_group(given):
         return given
     if spec.given_communicator is not None or (spec.given is not None and spec.given() is not None):
@@ -108,7 +88,7 @@ def torch_group_of(spec: GroupSpec) -> Any:
             "process_group: expected None, a torch.distributed.ProcessGroup or a description in a torch job, "
             f"got {type(given).__name__}"
         )
-    return None if given is None or world is None else running_job().users_group(spec.rule)
+    return None if given is None or world() is None else running_job().users_group(spec.rule)
 
 
 def group_before(spec: GroupSpec) -> Any:

@@ -7,10 +7,12 @@ can be copied and saved. In a single-rank job, every rule selects that rank.
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 from weakref import ref
 
 import torch
+import torch.distributed as dist
 
 from ..registry import Registry
 from ..torch_internals.autograd import untraced
@@ -76,26 +78,31 @@ def text_of(rule: Rule) -> str:
     return "the group of all ranks" if rule is None else f"process_group={description_of(rule)!r}"
 
 
+# Returns the job's group of all ranks, or None without a job. A partial for speed: every layer call calls it.
+world: Callable[[], Any] = partial(getattr, dist.group, "WORLD") if dist.is_available() else lambda: None
+
+
+def is_in_job() -> bool:
+    """Returns whether a job runs. Compiled code guards on this, without accessing the group of all ranks."""
+    return dist.is_available() and (dist.is_initialized() or dist.group.WORLD is not None)
+
+
+def rank_and_size() -> tuple[int, int]:
+    """Returns this process's rank in the job, and the job's number of ranks; (0, 1) without a job."""
+    return (dist.get_rank(), dist.get_world_size()) if is_in_job() else (0, 1)
+
+
 class Engine(Protocol):
-    """Backend that runs jobs and owns their process groups: torch.distributed or Bagua."""
+    """Backend of layers in a job: torch.distributed, which runs every job, or Bagua in addition."""
 
-    default_group: Callable[[], Any]
-    """Returns the group of all ranks of the running job, or None. Called in every layer call."""
-
-    def is_in_job(self) -> bool:
-        """Returns whether a job runs. torch.compile can trace this without accessing a group."""
-
-    def rank_and_size(self) -> tuple[int, int]:
-        """Returns this process's rank in the running job, and the job's number of ranks."""
+    def is_running(self) -> bool:
+        """Returns whether this engine was started."""
 
     def given(self, process_group: Any) -> tuple[Rule, Callable[[], Any] | None] | None:
         """Returns the rule of this engine's group and a function that returns the live group; None otherwise.
 
         Raises an error if the group excludes this rank or was destroyed.
         """
-
-    def ranks_of(self, rule: Rule) -> Ranks:
-        """Returns the members of this rank's group. On the first use of a rule, all ranks must call this."""
 
     def communicator_of(self, rule: Rule, given: Any, creates: bool) -> Communicator | None:
         """Returns the layers' communicator, which all ranks create; each ``given`` group has its own.
@@ -105,7 +112,7 @@ class Engine(Protocol):
 
 
 engines: Registry[Engine] = Registry()
-"""Engines in ascending priority: the last engine with a running job serves that job."""
+"""Engines in ascending priority: the last running engine creates communicators."""
 
 DESTROYED = (
     "process_group: expected a live group, got a destroyed one; run forward and backward before destroy_process_group()"
@@ -114,11 +121,6 @@ FORKED = (
     "cannot synchronize in a forked process, such as a DataLoader worker; call the model in the parent, call it in "
     "evaluation mode, or start the worker by spawn"
 )
-
-
-def running() -> Engine | None:
-    """Returns the engine that runs the job, or None."""
-    return next((engine for engine in reversed(engines) if engine.default_group() is not None), None)
 
 
 class GroupSpec:
@@ -138,7 +140,7 @@ class GroupSpec:
         self.given = given
         # None until the running job has created it. torch.compile guards on this attribute.
         self._communicator: Communicator | None = None
-        self._world: Callable[[], Any] = lambda: None
+        self._job: Callable[[], Any] = lambda: None  # that has created it
 
     def communicator(self) -> Communicator:
         """Returns the communicator in the running job, LOCAL if no job runs. All ranks create it at the first use.
@@ -151,72 +153,63 @@ class GroupSpec:
             return self.given_communicator
         if torch.compiler.is_compiling():
             # The tracer must not access a group: compiled code keeps alive all objects that the tracer accesses.
-            for engine in engines:
-                if engine.is_in_job():
-                    self._create_untraced()
-                    assert self._communicator is not None
-                    return self._communicator
-            return LOCAL
-        return self.communicator_if_ready() or self._create()
+            if not is_in_job():
+                return LOCAL
+            self._create_untraced()
+            assert self._communicator is not None
+            return self._communicator
+        return self.communicator_if_ready() or self._ask_engine(creates=True)
 
     def communicator_if_ready(self) -> Communicator | None:
         """Returns the communicator if it exists in the running job, else None; LOCAL if no job runs."""
         if self.given_communicator is not None:
             return self.given_communicator
-        job = None  # like running(), inlined for speed
-        for engine in engines:
-            job = engine.default_group() or job
-        if job is None:
-            return None if self._is_gone() else LOCAL
-        if self._world() is job:
-            return self._communicator
-        return None if self._is_gone() else self._ask_engine(creates=False)
-
-    def _create(self) -> Communicator:
-        """Creates the communicator. All ranks of the group call this."""
-        if self._is_gone():
-            raise RuntimeError(DESTROYED)
-        communicator = self._ask_engine(creates=True)
-        assert communicator is not None
-        return communicator
+        job = world()
+        if job is None and self.given is None:
+            return LOCAL
+        return self._communicator if self._job() is job else self._ask_engine(creates=False)
 
     @untraced
     def _create_untraced(self) -> None:
         """Creates the communicator while torch.compile traces the caller."""
         if self.communicator_if_ready() is None:
-            self._create()
+            self._ask_engine(creates=True)
 
-    def _ask_engine(self, creates: bool) -> Communicator | None:
-        """Returns the engine's communicator, and caches it until the job ends."""
+    def _ask_engine(self, creates: bool) -> Any:
+        """Returns the engine's communicator, and caches it until the job ends. If ``creates``, all ranks call this.
+
+        Engines that start later do not replace the communicator.
+        """
 
         def clear(_: Any) -> None:
             self._communicator = None
 
-        engine = running()
-        assert engine is not None
-        world = engine.default_group()
-        communicator = engine.communicator_of(self.rule, None if self.given is None else self.given(), creates)
+        job, given = world(), None if self.given is None else self.given()
+        if job is None or (self.given is not None and given is None):
+            if creates:
+                raise RuntimeError(DESTROYED)
+            return None
+        engine = next(engine for engine in reversed(engines) if engine.is_running())
+        communicator = engine.communicator_of(self.rule, given, creates)
         if communicator is not None:
-            self._world, self._communicator = ref(world, clear), communicator
+            self._job, self._communicator = ref(job, clear), communicator
         return communicator
 
     def size(self) -> int:
-        """Returns the number of ranks, and does not create the group, except for "node", which ranks agree on."""
+        """Returns the number of ranks. Creates the group only for "node", because ranks must agree on its members."""
         if self.given_communicator is not None:
             return self.given_communicator.size
         return self.communicator().size if torch.compiler.is_dynamo_compiling() else len(self.members() or ())
 
     def members(self) -> Ranks | None:
         """Returns the ranks in the group, like :meth:`size`; None if a given communicator has no ``ranks``."""
-        engine = running()
-        rank, size = (0, 1) if engine is None else engine.rank_and_size()
-        if self.given_communicator is not None:
-            return (rank,) if self.given_communicator is LOCAL else getattr(self.given_communicator, "ranks", None)
-        ranks = members_by(self.rule, rank, size)
-        return engine.ranks_of(self.rule) if ranks is None and engine is not None else ranks
-
-    def _is_gone(self) -> bool:
-        return self.given is not None and self.given() is None
+        communicator, (rank, size) = self.given_communicator, rank_and_size()
+        if communicator is None:
+            ranks = members_by(self.rule, rank, size)
+            if ranks is not None:
+                return ranks
+            communicator = self.communicator()
+        return (rank,) if communicator is LOCAL else getattr(communicator, "ranks", None)
 
     @property
     def process_group(self) -> Any:
@@ -239,7 +232,7 @@ class GroupSpec:
     def __repr__(self) -> str:
         if self.given is None or self.description is not None:
             return repr(self.description)
-        return "destroyed" if self._is_gone() else repr(RankGroup(self.members() or ()))
+        return "destroyed" if self.given() is None else repr(RankGroup(self.members() or ()))
 
 
 EVERYONE = GroupSpec()
@@ -266,9 +259,7 @@ def spec_of(process_group: Any) -> GroupSpec:
     if isinstance(process_group, Communicator):
         return GroupSpec(given_communicator=process_group)
     rule = _rule_of(process_group)
-    in_job = running()
-    if in_job is not None:
-        members_by(rule, *in_job.rank_and_size())  # raises if the job has no such ranks
+    members_by(rule, *rank_and_size())  # raises if the job has no such ranks
     return GroupSpec(rule)
 
 

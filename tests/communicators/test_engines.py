@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from bagua_syncbn import sync_group
 from bagua_syncbn.communicators import TorchCommunicator, torch_engine
 from bagua_syncbn.groups import LOCAL, RankGroup, engines, spec_of
-from bagua_syncbn.groups.spec import members_by
+from bagua_syncbn.groups.spec import members_by, rank_and_size
 from tests.helpers.cases import Case, compare, run_rank
 from tests.helpers.own_groups import communicator_of, mean_over
 
@@ -30,13 +30,13 @@ def running():
         if not isinstance(group, Group):
             return None
         rule = None if group is whole else RankGroup(tuple(sorted(group.ranks)))
-        members_by(rule, *torch_engine.rank_and_size())
+        members_by(rule, *rank_and_size())
         return rule, lambda: group
 
     def communicator_of(rule, given, creates):
         return torch_engine.running_job().communicator("layers", rule, None, creates)
 
-    functions = {"default_group": lambda: whole, "given": given, "communicator_of": communicator_of}
+    functions = {"is_running": lambda: True, "given": given, "communicator_of": communicator_of}
     engines.append(SimpleNamespace(**vars(torch_engine) | functions))
     try:
         yield whole
@@ -54,6 +54,18 @@ def train_on_engine():
 
 def test_layers_train_over_the_ranks_of_the_engine(pool):
     compare(CASE, pool.run(train_on_engine, 3))
+
+
+@pytest.mark.ranks(2)
+def test_layers_keep_their_communicator_when_an_engine_starts():
+    given = dist.new_group()
+    spec, earlier = spec_of(given), spec_of(given)
+    communicator = spec.communicator()
+    with running():
+        assert spec.communicator() is communicator
+        assert earlier.communicator() is not communicator
+        assert mean_over(spec) == mean_over(earlier) == 0.5
+    assert spec.communicator() is communicator
 
 
 @pytest.mark.ranks(4)

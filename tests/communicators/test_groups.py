@@ -145,6 +145,22 @@ def test_compiled_layers_use_the_running_job_while_an_earlier_group_lives(tmp_pa
     assert earlier is not dist.group.WORLD
 
 
+@pytest.mark.ranks(2, new_job=True)
+def test_groups_of_an_ended_job_raise_while_their_objects_live(tmp_path):
+    rank, groups = dist.get_rank(), [dist.new_group(), dist.group.WORLD]
+    layers = [SyncBatchNorm(1, process_group=group) for group in groups for _ in range(2)]
+    for layer in layers[::2]:  # the others are used for the first time after the end
+        layer(torch.ones(2, 1))
+    dist.barrier()
+    dist.destroy_process_group()
+    for starts_another in (False, True):
+        if starts_another:
+            dist.init_process_group("gloo", f"file://{tmp_path / 'store'}", rank=rank, world_size=2)
+        for layer in layers:
+            with pytest.raises(RuntimeError, match="expected a live group, got a destroyed one"):
+                layer(torch.ones(2, 1))
+
+
 @pytest.mark.ranks(4)
 def test_a_mesh_dimension_is_saved_as_its_ranks():
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))

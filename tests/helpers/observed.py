@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bagua_syncbn.communicators import shared
-from bagua_syncbn.communicators.shared import SharedCommunicator
 
-EXCHANGE = "_exchange"  # method of the communicator for shared memory
+EXCHANGE = "exchange"  # function of the native library for shared memory
 # The message of a forward or backward pass with few channels: an exchange through shared memory, or a method of c10d,
 # whose name depends on the version of torch.
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "_allgather_base"
@@ -48,7 +47,9 @@ def collectives(payloads: list[int] | None = None) -> Iterator[Counter[str]]:
             finally:
                 inside = False
             called[name] += 1
-            if payloads is not None:  # the input is not larger than the output
+            if payloads is not None and name == EXCHANGE:
+                payloads.append(args[3] * args[4])
+            elif payloads is not None:  # the input is not larger than the output
                 payloads.append(min(tensor.nbytes for tensor in _tensors([*args, *kwargs.values()])))
             return result
 
@@ -56,7 +57,9 @@ def collectives(payloads: list[int] | None = None) -> Iterator[Counter[str]]:
 
     # Takes originals from vars(): a compiled method from getattr would not bind again.
     methods = [name for name in vars(dist.ProcessGroup) if name.lstrip("_").startswith(_COLLECTIVES)]
-    places = [*((dist.ProcessGroup, name) for name in methods), (SharedCommunicator, EXCHANGE)]
+    places: list[tuple[Any, str]] = [(dist.ProcessGroup, name) for name in methods]
+    if not shared.problem():
+        places += [(shared.native_library(), EXCHANGE), (shared.native_library(), "publish")]
     originals = [(owner, name, vars(owner)[name]) for owner, name in places]
     for owner, name in places:
         setattr(owner, name, counted(getattr(owner, name), name))
