@@ -24,9 +24,9 @@
   DO(Tanh, tanh_of(z), s, one - s * s)
 // clang-format on
 
-// Defines an activation for scalars or vectors V. Each instruction set, and CUDA, use it in a namespace with:
-// of<V>(constant), exp_of(V), expm1_of(V), sigmoid_of(V), tanh_of(V), normal_cdf(V). exp_of may
-// replace subnormal results with normal numbers.
+// Defines an activation for scalars or vectors V. Instruction sets and CUDA each use it in a namespace that defines
+// of<V>(constant), exp_of(V), expm1_of(V), sigmoid_of(V), tanh_of(V) and normal_cdf(V). exp_of may clamp its result so
+// that it and its inverse are normal numbers.
 #define BAGUA_SYNCBN_ACTIVATION(name, shared, value_of_z, derivative_of_z)                     \
   struct name {                                                                                \
     template <typename V>                                                                      \

@@ -22,10 +22,11 @@ inline void check_device(const Tensor& tensor, const char* name, const Tensor& o
   if (!same) refuse(name, "all tensors on the same device", device_name(tensor), " and ", device_name(other));
 }
 
-inline void check_input(const Tensor& input) {
+// Returns the dtype of `input`.
+inline DType check_input(const Tensor& input) {
   const bool valid = input.dim() >= 2 && input.size(1) > 0;
   if (!valid) refuse("input", "at least 2 dimensions and 1 channel, (N, C, *)", sizes_of(input));
-  dtype_of(input, "input");
+  return dtype_of(input, "input");
 }
 
 inline void check_like_input(const Tensor& tensor, const char* name, const Tensor& input) {

@@ -35,16 +35,16 @@ inline Epilogue epilogue_of(const OptionalTensor& residual, int64_t activation, 
 template <typename Device>
 Tensor batch_norm_stats(const Tensor& input, std::optional<int64_t> caller, int64_t call, const OptionalTensor& mask,
                         bool uses_sums) {
-  check_input(input);
+  const DType dtype = check_input(input);
   const Header header = uses_sums ? sums_header(caller.value_or(0)) : row_header(caller, call);
   const DenseInput dense = to_dense(input);
   const Geometry& g = dense.geometry;
   const uint8_t* valid = valid_positions(mask, g.rows(), input);
   const int64_t size = uses_sums ? sums_size_of(g.channels) : row_size_of(g.channels, header.size);
-  const ScalarType dtype = uses_sums ? ScalarType::Double : accumulate_type(scalar_type(input));
-  Tensor packed = allocate_vector(size, dtype, input);
+  const ScalarType of_packed = uses_sums ? ScalarType::Double : accumulate_type(scalar_type(input));
+  Tensor packed = allocate_vector(size, of_packed, input);
   Device device(input);
-  stats(dense.tensor.const_data_ptr(), dtype_of(input, "input"), g, valid, packed.mutable_data_ptr(), header, device);
+  stats(dense.tensor.const_data_ptr(), dtype, g, valid, packed.mutable_data_ptr(), header, device);
   return packed;
 }
 
@@ -97,7 +97,7 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(Tensor gathered, cons
 template <typename Device>
 Tensor batch_norm_elemt(const Tensor& input, OptionalTensor weight, OptionalTensor bias, Tensor mean, Tensor invstd,
                         const OptionalTensor& residual, int64_t activation, double parameter) {
-  check_input(input);
+  const DType dtype = check_input(input);
   const Factors factors = factors_of(input, mean, invstd, weight, bias);
   const DenseInput dense = to_dense(input);
   const OptionalTensor added = with_layout_of(dense, residual, "residual");
@@ -105,8 +105,7 @@ Tensor batch_norm_elemt(const Tensor& input, OptionalTensor weight, OptionalTens
   Tensor output = allocate_like(dense.tensor);
   if (input.numel() > 0) {
     Device device(input);
-    elemt(dense.tensor.const_data_ptr(), output.mutable_data_ptr(), dtype_of(input, "input"), dense.geometry, factors,
-          epilogue, device);
+    elemt(dense.tensor.const_data_ptr(), output.mutable_data_ptr(), dtype, dense.geometry, factors, epilogue, device);
   }
   return with_strides_of(output, dense, input);
 }
@@ -117,7 +116,7 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(const Tensor& grad
                                                               std::optional<int64_t> fingerprint, OptionalTensor bias,
                                                               const OptionalTensor& residual, int64_t activation,
                                                               double parameter, OptionalTensor grad) {
-  check_input(input);
+  const DType dtype = check_input(input);
   const Factors factors = factors_of(input, mean, invstd, weight, bias);
   const Header header = sums_header(fingerprint);
   const DenseInput dense = to_dense(input);
@@ -134,7 +133,7 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(const Tensor& grad
   const DType stored = dtype_of(grad_bias, "grad_bias");
   Device device(input);
   backward_reduce(dy.const_data_ptr(), dense.tensor.const_data_ptr(),
-                  grad_buffer ? grad_buffer->mutable_data_ptr() : nullptr, dtype_of(input, "input"), g,
+                  grad_buffer ? grad_buffer->mutable_data_ptr() : nullptr, dtype, g,
                   BackwardReduceArguments{factors,
                                           sums.mutable_data_ptr(),
                                           {grad_weight.mutable_data_ptr(), stored},
@@ -150,7 +149,7 @@ Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input,
                                  Tensor invstd, Tensor sums, const Tensor& count, int64_t ranks,
                                  const OptionalTensor& fault, int64_t call, const OptionalTensor& mask,
                                  OptionalTensor bias, int64_t activation, double parameter, OptionalTensor grad_input) {
-  check_input(input);
+  const DType dtype = check_input(input);
   const Factors factors = factors_of(input, mean, invstd, weight, bias);
   const int64_t header_size = sums.numel() - 2 * input.size(1);
   const bool fits = header_size >= 0 && header_size <= kSumsHeader && header_size % 2 == 0;
@@ -170,8 +169,7 @@ Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input,
     make_contiguous(sums);
     const auto* number = static_cast<const int64_t*>(count.const_data_ptr());
     Device device(input);
-    backward_elemt(dy.const_data_ptr(), dense.tensor.const_data_ptr(), dx.mutable_data_ptr(), dtype_of(input, "input"),
-                   dense.geometry,
+    backward_elemt(dy.const_data_ptr(), dense.tensor.const_data_ptr(), dx.mutable_data_ptr(), dtype, dense.geometry,
                    BackwardElemtArguments{factors, sums.const_data_ptr(), number, header_size, ranks, call, record},
                    valid, epilogue, device);
   }

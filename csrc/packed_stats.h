@@ -153,8 +153,8 @@ BAGUA_SYNCBN_HOST_DEVICE inline Fault fault_of_sums(const double* sums, int64_t 
   return {Fault::kSum, call};
 }
 
-// Writes `fault` to `record`, for a row with both headers. No-op if `record` is null or has an earlier fault. Writes
-// the kind last, because the host polls it.
+// Writes `fault` to `record`; for a row, also the headers of rank 0 and of the row. No-op if `record` is null or has an
+// earlier fault. Writes the kind last, because the host polls it.
 template <typename A>
 BAGUA_SYNCBN_HOST_DEVICE void record_fault(int64_t* record, const Fault& fault, const A* gathered, int64_t channels,
                                            int64_t header_size) {

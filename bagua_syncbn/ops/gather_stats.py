@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..threads import this_thread
 from .definition import defines
-from .headers import HEADER_SUMS_SIZE, WORD, header_size, headers_differ, record, record_sums
+from .headers import HEADER_SUMS_SIZE, WORD, headers_differ, record, record_sums, row_layout
 from .moments import Moments, merge_dtype, mixture
 
 _MAX_HIGH = 2**29  # counts up to 2**53, which float64 holds exactly
@@ -17,11 +17,10 @@ def _is_integer(values: Tensor, most: int) -> Tensor:
 
 
 def _merge_rows(gathered: Tensor, fault: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns mean and variance (C), and the count of values per channel, of all ranks' rows together."""
+    """Returns the mean and variance (C) of all ranks' values, and their number per channel."""
     # All ranks merge the same rows in the same order (Chan, Golub and LeVeque), so they get the same bits. An empty
     # rank's row has a count of 0, and so no weight.
-    size = header_size(gathered)
-    channels = (gathered.size(1) - 2 - size) // 2
+    channels, size = row_layout(gathered)
     rows = gathered.to(merge_dtype(gathered.device))
     means, variances, low, high, headers = rows.split([channels, channels, 1, 1, size], dim=1)
     differs = (headers != headers[0]).any(1)
@@ -38,19 +37,17 @@ def _merge_rows(gathered: Tensor, fault: Tensor | None) -> tuple[Tensor, Tensor,
 def _moments_of_sums(sums: Tensor, ranks: int, fault: Tensor | None, call: int) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the results of :func:`_merge_rows` from sums over ``ranks``."""
     sums, header_sums = sums.tensor_split([-HEADER_SUMS_SIZE])
-    count = sums[-1]
-    differ = headers_differ(header_sums, ranks) | ~_is_integer(count, WORD * _MAX_HIGH)
+    differ = headers_differ(header_sums, ranks) | ~_is_integer(sums[-1], WORD * _MAX_HIGH)
     record_sums(fault, differ, call)
-    mean, var, _ = Moments.of_sums(sums)
-    mean, var = (moment.masked_fill(differ, torch.nan) for moment in (mean, var))
-    return mean, var, count.masked_fill(differ, 0).to(torch.int64)
+    mean, var, count = Moments.of_sums(sums.masked_fill(differ, torch.nan))
+    return mean, var, count.nan_to_num().to(torch.int64).view(())
 
 
 def _fake(gathered: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     if gathered.dim() == 1:
         channels, dtype = (gathered.numel() - 1 - HEADER_SUMS_SIZE) // 2, torch.float32
     else:
-        channels, dtype = (gathered.size(1) - 2 - header_size(gathered)) // 2, gathered.dtype
+        channels, dtype = row_layout(gathered)[0], gathered.dtype
     mean, invstd = (gathered.new_empty(channels, dtype=dtype) for _ in range(2))
     return mean, invstd, gathered.new_empty((), dtype=torch.int64)
 

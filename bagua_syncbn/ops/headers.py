@@ -26,9 +26,10 @@ WORD = 2**24  # bound of each value in a header: float32 holds every integer up 
 PART = 2**12  # bound of each part of a fingerprint: float32 holds its square
 
 
-def header_size(gathered: Tensor) -> int:
-    """Returns the header size of the rows in ``gathered``; 0 without headers."""
-    return HEADER_SIZE if gathered.size(1) % 2 else 0
+def row_layout(gathered: Tensor) -> tuple[int, int]:
+    """Returns the number of channels and the header size of the rows in ``gathered``."""
+    header_size = HEADER_SIZE if gathered.size(1) % 2 else 0
+    return (gathered.size(1) - 2 - header_size) // 2, header_size
 
 
 def header_of(caller: int | None, call: int) -> list[int]:
@@ -48,8 +49,8 @@ def headers_differ(header_sums: Tensor, ranks: int) -> Tensor:
     return (squares * ranks != totals.square()).any()
 
 
-def fill(values: Tensor, numbers: Iterable[int]) -> None:
-    """Sets ``values`` to ``numbers``. A copy from the host would synchronize."""
+def fill(values: Tensor, numbers: Iterable[int | Tensor]) -> None:
+    """Sets ``values`` to ``numbers``: integers, or scalars on the device. Copies from the host would synchronize."""
     for value, number in zip(values, numbers, strict=True):
         value.fill_(number)
 

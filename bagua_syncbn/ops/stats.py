@@ -32,19 +32,16 @@ def batch_norm_stats(
         return summable_stats(batch_norm_stats(input, mask=mask), caller)
     input = input.detach()
     row, channels = _fake(input, caller).zero_(), input.size(1)
+    values = input.to(row.dtype)
+    count: int | Tensor = input.numel() // max(channels, 1)
     if mask is not None:
-        var, mean, count = _masked_moments(input.to(row.dtype), mask.unsqueeze(1))
-        low, high = count % WORD, count // WORD
-        row[: 2 * channels + 2] = torch.cat([mean, var, low.to(mean).view(1), high.to(mean).view(1)])
-        numbers = header_of(caller, call)
-    else:
-        values = input.numel() // channels if channels else 0
-        if values:
-            # var_mean uses Welford's algorithm, which is exact even for a mean much larger than the deviation.
-            var, mean = torch.var_mean(input.to(row.dtype), reduced_dims(input), correction=0)
-            row[: 2 * channels] = torch.cat([mean, var])
-        numbers = [values % WORD, values // WORD, *header_of(caller, call)]
-    fill(row[row.numel() - len(numbers) :], numbers)
+        var, mean, count = _masked_moments(values, mask.unsqueeze(1))
+        row[: 2 * channels] = torch.cat([mean, var])
+    elif count:
+        # var_mean uses Welford's algorithm, which is exact even for a mean much larger than the deviation.
+        var, mean = torch.var_mean(values, reduced_dims(input), correction=0)
+        row[: 2 * channels] = torch.cat([mean, var])
+    fill(row[2 * channels :], [count % WORD, count // WORD, *header_of(caller, call)])
     return row
 
 

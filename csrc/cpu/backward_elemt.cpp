@@ -1,5 +1,5 @@
-// batch_norm_backward_elemt: the gradient of the input, from the sums of all ranks. Recomputes an activation, or
-// applies a mask (statistics depend only on valid positions).
+// batch_norm_backward_elemt: the gradient of the input, given the sums over all ranks. Recomputes the derivative of an
+// activation, or applies a mask: invalid positions get no gradient through the statistics.
 
 #include <limits>
 

@@ -20,20 +20,20 @@ struct Add {
 
 // Returns [sum_dy | sum_dy_xmu].
 template <typename T>
-std::vector<double> planar_sums(const Gradients<T>& of, const Geometry& g, const ActivatedLoops<T>& loops) {
+std::vector<double> planar_sums(const Gradients<T>& gradients, const Geometry& g, const ActivatedLoops<T>& loops) {
   const int64_t stride = g.channels * g.inner;
   return reduce_planar<Add>(
       g, [&](int64_t channel, int64_t sample, int64_t offset, int64_t rows, int64_t n, Pair& sums) {
-        sums = loops.sums(of.from(sample * stride + channel * g.inner + offset), rows, n, stride, channel);
+        sums = loops.sums(gradients.from(sample * stride + channel * g.inner + offset), rows, n, stride, channel);
         return rows * n;
       });
 }
 
 template <typename T>
-std::vector<double> interleaved_sums(const Gradients<T>& of, const Geometry& g, const ActivatedLoops<T>& loops) {
+std::vector<double> interleaved_sums(const Gradients<T>& gradients, const Geometry& g, const ActivatedLoops<T>& loops) {
   using A = Accumulate<T>;
   return reduce_interleaved<Add, A>(g, [&](int64_t row, int64_t rows, A* scratch, double* out) {
-    loops.sums_columns(of.from(row * g.channels), rows, g.channels, scratch, out);
+    loops.sums_columns(gradients.from(row * g.channels), rows, g.channels, scratch, out);
     return rows;
   });
 }
@@ -47,12 +47,13 @@ void backward_reduce(const void* dy, const void* x, void* grad, DType dtype, con
     using T = decltype(zero);
     using A = Accumulate<T>;
     const Normalization<A> normalization(arguments.factors, g.channels, epilogue.act.parameter);
-    const Gradients<T> of{static_cast<const T*>(dy), static_cast<const T*>(x), static_cast<const T*>(epilogue.residual),
-                          static_cast<T*>(grad), normalization.factors(false)};
+    const Gradients<T> gradients{static_cast<const T*>(dy), static_cast<const T*>(x),
+                                 static_cast<const T*>(epilogue.residual), static_cast<T*>(grad),
+                                 normalization.factors(false)};
     if (grad != nullptr && epilogue.act.code == 0) std::memcpy(grad, dy, g.rows() * g.channels * sizeof(T));
     const ActivatedLoops<T>& activated = loops<T>().activated[epilogue.act.code];
     std::vector<double> totals(width);  // zeros for an empty input
-    if (g.rows() > 0) totals = (g.interleaved ? interleaved_sums<T> : planar_sums<T>)(of, g, activated);
+    if (g.rows() > 0) totals = (g.interleaved ? interleaved_sums<T> : planar_sums<T>)(gradients, g, activated);
     A* sums = static_cast<A*>(arguments.sums);
     for (int64_t c = 0; c < width; ++c) sums[c] = static_cast<A>(totals[c]);
     pack_header(sums + width, arguments.header);

@@ -10,8 +10,8 @@
 namespace bagua_syncbn::cpu {
 namespace {
 
-// Adds mean and biased variance of each channel to zeroed `mean` and `var`. Returns the number of values per channel.
-// Merges in rank order, so that all ranks get the same bits.
+// Writes mean and biased variance of each channel to `mean` and `var`, which must be zeros. Returns the number of
+// values per channel. Merges in rank order, so that all ranks get the same bits.
 template <typename A>
 int64_t merge_ranks(const A* gathered, int64_t ranks, int64_t channels, int64_t size, std::vector<double>& mean,
                     std::vector<double>& var) {

@@ -53,7 +53,7 @@ struct Rows {
   int64_t count, n, channel, channels;
 };
 
-// The start of a span: `rows` rows of n values, `count` of them valid. Their mean is the pivot.
+// The first values of a span, for the pivot: `rows` rows of n values, `count` of them valid.
 struct Sample {
   int64_t rows, n, count;
 };

@@ -22,7 +22,8 @@ constexpr int64_t kSpan = 16384;
 constexpr int64_t kTileValues = 65536;
 constexpr int64_t kMaxTileRows = 256;
 
-// Minimum number of parts of a reduction, if each has at least kGrain values: enough for all cores.
+// Number of parts of a reduction if each has at least kGrain values: enough for all cores. Planar inputs with more
+// channels have a part per channel.
 constexpr int64_t kParts = 64;
 
 // Calls body(begin, end) on ranges of `count` pieces with about `values` values each.
@@ -50,8 +51,8 @@ bool streams(const T* output, const Geometry& g) {
 // Reductions return two results per channel, [2][channels]. Merge(count, added) merges the results of `added` values
 // into the results of `count` values: merge(first, second, added_first, added_second). The input must not be empty.
 
-// Planar: splits the rows of a channel into spans of up to kSpan values, and spans into parts. reduce(channel, sample,
-// offset, rows, n, result) reduces a span of `rows` rows of n values and returns the number of valid values.
+// Planar: splits the rows of a channel into spans of up to kSpan values; a part is several spans. reduce(channel,
+// sample, offset, rows, n, result) reduces a span of `rows` rows of n values and returns the number of valid values.
 template <typename Merge, typename Reduce>
 std::vector<double> reduce_planar(const Geometry& g, const Reduce& reduce) {
   struct Part {
@@ -124,8 +125,8 @@ std::vector<double> reduce_interleaved(const Geometry& g, const Reduce& reduce) 
   return results;
 }
 
-// Runs an elementwise pass: calls write(offset, rows, valid), where `valid` is the part of `mask` for these rows. Both
-// may be null.
+// Runs an elementwise pass: calls write(offset, rows, valid) for stretches of rows, in parallel. `mask` may be null;
+// `valid` is its part for these rows, or null if all positions are valid.
 template <typename Write>
 void for_each_stretch(const Geometry& g, const uint8_t* mask, const Write& write) {
   if (g.interleaved) {

@@ -18,8 +18,8 @@ class OpCase(NamedTuple):
     """Input and options of the ops."""
 
     shape: tuple[int, ...]  # (N, C, *)
-    layout: str = "contiguous"  # layout of input and residual, see cases.laid_out
-    grad_layout: str | None = None  # None: the input's layout
+    layout: str = "contiguous"  # layout of the input, see cases.laid_out
+    more_layout: str | None = None  # layout of gradient, residual and gradient buffer; None: the input's layout
     offsets: tuple[int, int, int] = (0, 0, 0)  # input, gradient and residual: elements after a 64-byte address
     parameters: torch.dtype | None = torch.float32  # dtype of weight and bias; None for none
     mask: str | None = None  # a key of make_mask; not with an activation or a residual
@@ -61,7 +61,7 @@ def check_sums(sums: Tensor, row: Tensor, near: Tensor) -> None:
 def check(ops: Any, case: OpCase, dtype: torch.dtype) -> None:
     """Compares all ``ops`` that read the input."""
     accumulate, channels = accumulate_dtype(dtype), case.shape[1]
-    layouts = case.layout, case.grad_layout or case.layout, case.layout
+    layouts = case.layout, *[case.more_layout or case.layout] * 2
     values = torch.randn(3, *case.shape)
     values[0] = 2 * values[0] + 1
     input, grad_output, residual = (
@@ -124,7 +124,7 @@ def check(ops: Any, case: OpCase, dtype: torch.dtype) -> None:
     wide_grad = torch.empty_like(input, dtype=torch.float64)
     arguments = grad_output, input, mean, invstd, weight, FINGERPRINT, *through
     expected_sums = reference.batch_norm_backward_reduce(*wide(*arguments), grad=wide_grad)
-    filled = () if case.activation is None else (place(torch.empty_like(input), case.layout, case.offsets[0]),)
+    filled = () if case.activation is None else (place(torch.empty_like(input), layouts[1], case.offsets[0]),)
     for grads in [(), filled] if filled else [()]:
         sums, *parameter_grads = ops.batch_norm_backward_reduce(*arguments, *grads)
         assert torch.equal(sums[2 * channels :].double(), expected_sums[0][2 * channels :])
@@ -170,7 +170,7 @@ def check_merge(
 
 
 def check_activation(ops: Any, activation: Activation, dtype: torch.dtype) -> None:
-    """Compares values and derivatives with torch in both layouts, including kinks; float32 is not exact."""
+    """Compares values and derivatives with torch in both layouts, including kinks and NaN; float32 is not exact."""
     act, tolerance = (activation.code, activation.parameter), 1e-14 if dtype == torch.float64 else 1e-6
     z = torch.cat([torch.linspace(-9, 9, 1600), torch.tensor([-3, 0, 3, 6, 89, -89, 1e3, -1e3, 1e-6])]).double()
     for given in (z.view(1, 1, -1).expand(1, 2, -1).contiguous(), z.view(1, -1).expand(3, -1).contiguous()):
@@ -179,6 +179,7 @@ def check_activation(ops: Any, activation: Activation, dtype: torch.dtype) -> No
         input = given.detach().to(dtype)
         zeros, ones = torch.zeros(input.size(1), dtype=dtype), torch.ones(input.size(1), dtype=dtype)
         output = ops.batch_norm_elemt(input, None, None, zeros, ones, None, *act)
+        assert ops.batch_norm_elemt(input * torch.nan, None, None, zeros, ones, None, *act).isnan().all()
         dy, grad, count = torch.ones_like(input), torch.empty_like(input), torch.tensor(1)
         ops.batch_norm_backward_reduce(dy, input, zeros, ones, None, None, None, None, *act, grad)
         rest = count, 1, None, 0, None, None

@@ -79,10 +79,12 @@ def test_results_are_bitwise_equal_for_any_number_of_threads(shape, dtype):
 
 @pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-def test_streaming_stores_write_the_same_values(layout, dtype):
+@pytest.mark.parametrize("channels", [64, 65])  # 65: rows are not aligned, so stores cannot stream
+def test_streaming_stores_write_the_same_values(layout, dtype, channels):
     """Outputs of 16 MiB or more use streaming stores; a sample has half of that."""
-    input, grad_output = (laid_out(torch.randn(2, 64, 2**17 // dtype.itemsize, 1).to(dtype), layout) for _ in range(2))
-    mean, sums, count = torch.rand(64), torch.randn(128), torch.tensor(9)
+    shape = 2, channels, 2**17 // dtype.itemsize + channels % 2, 1
+    input, grad_output = (laid_out(torch.randn(shape).to(dtype), layout) for _ in range(2))
+    mean, sums, count = torch.rand(channels), torch.randn(2 * channels), torch.tensor(9)
 
     def outputs(x, dy):
         gradient = dy, x, mean, mean, mean, sums.to(ops.accumulate_dtype(dtype)), count

@@ -111,10 +111,10 @@ TABLE = {
     "rows of every length": edges,
     "layouts": lambda *_: [OpCase(shape, layout) for shape, layout in LAYOUTS],
     "channels": every_channel_count,
-    "gradients with a different layout": lambda *_: [
-        OpCase((2, 16, 5, 6), layout, grad_layout, activation=activation)
-        for layout, grad_layout in product(("contiguous", "channels_last", "sliced", "transposed"), repeat=2)
-        for activation in (None, activation_of("relu"))
+    "gradients and residuals with a different layout": lambda *_: [
+        OpCase((2, 16, 5, 6), layout, other, activation=activation, residual=residual)
+        for layout, other in product(("contiguous", "channels_last", "sliced", "transposed"), repeat=2)
+        for activation, residual in ((None, False), (activation_of("relu"), False), (activation_of("relu"), True))
     ],
     "addresses": lambda *_: [
         OpCase(shape, offsets=offsets)

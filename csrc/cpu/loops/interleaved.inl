@@ -32,20 +32,20 @@ BAGUA_SYNCBN_IN_LOOPS void add_columns(int64_t rows, int64_t channels, const A* 
     const int64_t end = begin + kGroup < rows ? begin + kGroup : rows;
     // Takes 10% longer if not inlined.
     for_each_block<A>(channels, [&](auto width, int64_t j, auto access) __attribute__((always_inline)) {
-      constexpr int kVectors = decltype(width)::value;
-      Vec<A> center[kVectors], first[kVectors], second[kVectors];
+      constexpr int kBlock = decltype(width)::value;
+      Vec<A> center[kBlock], first[kBlock], second[kBlock];
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) {
+      for (int v = 0; v < kBlock; ++v) {
         center[v] = access.load(centers + j + v * kWidth<A>);
         first[v] = access.load(sums + j + v * kWidth<A>);
         second[v] = access.load(sums + channels + j + v * kWidth<A>);
       }
       for (int64_t row = begin; row < end; ++row) {
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) term(first[v], second[v], center[v], row, j + v * kWidth<A>, access);
+        for (int v = 0; v < kBlock; ++v) term(first[v], second[v], center[v], row, j + v * kWidth<A>, access);
       }
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) {
+      for (int v = 0; v < kBlock; ++v) {
         access.store(sums + j + v * kWidth<A>, first[v]);
         access.store(sums + channels + j + v * kWidth<A>, second[v]);
       }
@@ -62,7 +62,7 @@ BAGUA_SYNCBN_IN_LOOPS void moments_columns_of(const T* x, const RowAt& row_at, i
   A *const pivots = columns, *const deviations = columns + channels, *const squares = columns + 2 * channels;
   const int64_t sampled = rows < kGroup ? rows : kGroup;
   for_each_block<A>(channels, [&](auto width, int64_t j, auto access) {
-    for (int64_t column = j; column < j + decltype(width)::value * kWidth<A>; column += kWidth<A>) {
+    for (int64_t column = j; column < j + width * kWidth<A>; column += kWidth<A>) {
       Vec<A> sum = {};
       for (int64_t row = 0; row < sampled; ++row) sum += access.load(x + row_at(row) * channels + column);
       access.store(pivots + column, sum / static_cast<A>(sampled));

@@ -1,4 +1,4 @@
-// Functions for activations. Float: polynomials, within 2 units in the last place of the result (normal_cdf: of 1).
+// Functions for activations. Float: polynomials, with errors of at most 2 units in the last place (normal_cdf: 2^-22).
 // Double: the C library's functions, lane by lane.
 
 // c[0] + c[1] * x + c[2] * x^2 + ...
@@ -35,9 +35,9 @@ inline Vec<float> clamp(Vec<float> x, float low, float high) {  // keeps NaN
   return x < lower ? lower : x;
 }
 
-// Clamps the result to normal numbers.
+// Clamps the result so that it and its inverse are normal numbers; arithmetic with subnormal numbers is slow.
 inline Vec<float> exp_of(Vec<float> x) {
-  const Reduced reduced(clamp(x, -87.0f, 88.0f));
+  const Reduced reduced(clamp(x, -87.0f, 87.0f));
   return (reduced.expm1 + 1.0f) * power_of_two(reduced.k);
 }
 

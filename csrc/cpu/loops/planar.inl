@@ -103,10 +103,8 @@ Pair grad_sums(const Gradients<T>& arguments, int64_t rows, int64_t n, int64_t s
       access.fetch(dy + next(j));
       access.fetch(x + next(j));
       const Vec<A> value = access.load(x + j), grad = gradient(access.load(dy + j), value, row * stride + j, 0, access);
-      // dy is 0 beyond the row, but times an infinite mean it would be NaN.
-      const Vec<A> deviation = access.template only<A>(value - means);
       sum_dy.part[v] += grad;
-      sum_dy_xmu.part[v] += grad * deviation;
+      sum_dy_xmu.part[v] += grad * (value - means);
     });
   }
   return {sum_dy.total(), sum_dy_xmu.total()};

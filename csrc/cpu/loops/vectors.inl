@@ -5,20 +5,18 @@ using torch::headeronly::Half;
 
 template <typename A>
 struct VectorOf {
-  using Integer = std::conditional_t<sizeof(A) == 4, int32_t, int64_t>;
   typedef A type __attribute__((vector_size(kBytes)));
-  typedef Integer mask __attribute__((vector_size(kBytes)));
 };
 
 template <typename A>
 using Vec = typename VectorOf<A>::type;
 template <typename A>
-using LaneMask = typename VectorOf<A>::mask;
+using LaneMask = decltype(Vec<A>() < Vec<A>());  // signed integers as wide as A
 
 template <typename A>
 constexpr int kWidth = kBytes / sizeof(A);
 
-// A vector, or scalar, of equal values.
+// A vector of equal values.
 template <typename V>
 inline V of(double value) {
   return V{} + static_cast<decltype(V{}[0] + 0)>(value);
