@@ -47,5 +47,5 @@ def batch_norm_backward_reduce(
         grad.copy_(dy)
     sum_dy.copy_(dy.sum(dims))
     sum_dy_xmu.copy_((dy * (input - per_channel(mean, input))).sum(dims))
-    # Copies, because the ranks reduce the sums in place.
+    # Copies: the gradients must not share memory with the sums, which are reduced in place.
     return sums, grad_weight.copy_(sum_dy_xmu * invstd), grad_bias.copy_(sum_dy)

@@ -36,7 +36,7 @@ def defines(fake: Callable[..., object], mutates: Sequence[str] = ()) -> Callabl
         # Python ints become SymInts, which the ops do not take.
         inferred = torch.library.infer_schema(function, mutates_args=mutates).replace("SymInt", "int")
         SCHEMAS[name] = name + inferred
-        # The tag lets torch.compile choose layouts other than the traced one without copies, as for convolutions.
+        # The tag lets torch.compile pass inputs in other layouts than the traced one, instead of copying them.
         library.define(SCHEMAS[name], tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
         torch.library.register_fake(f"bagua_syncbn::{name}", fake, lib=library)
         library.impl(name, function, "CompositeExplicitAutograd")

@@ -33,7 +33,7 @@ def _load() -> str:
 
 
 def _warn_without_library(folder: Path) -> None:
-    """Warns that plain torch computes, unless this system cannot build the library."""
+    """Warns that the ops run in plain torch, unless this system cannot build the library."""
     record = folder / "build_info.json"
     if not record.exists():  # no native library here
         message = f"was imported from its sources in {folder}, which contain no native kernels"

@@ -18,11 +18,8 @@ MASKS = [*POSITIONS, "padded"]
 
 # On a CPU, vectors hold 4 to 16 values and sums 64 lanes; rows are processed in groups of 8 and tiles of at most 256;
 # spans have 16384 values, and parts at least 32768.
-CPU_ROWS = [
-    *(1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 47),
-    *(63, 64, 65, 79, 127, 128, 129, 1021, 16384, 16385, 40000),
-]
 CPU_WIDTHS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 130, 257]
+CPU_ROWS = [*CPU_WIDTHS, 47, 79, 127, 128, 129, 1021, 16384, 16385, 40000]
 CPU_EDGES = [
     *((batch, channels, size) for size in CPU_ROWS for batch, channels in ((1, 1), (3, 2))),
     *((70 if size < 2000 else 5, 1, size) for size in CPU_ROWS),  # in several parts
