@@ -230,13 +230,13 @@ def checks_of(call: Call) -> CallCache:
         if shape[1].__class__ is not int:  # a symbol; the trace must not guard on it
             return _validate(call)
         if layer is None:
-            caches, of_layer, place = _caches, None, (place, shape[1], len(shape))
+            caches, of_layer, place = _caches, None, (place, shape[1])
         else:
             state = layer.__dict__.get("_sync_state") or layer.__dict__.setdefault("_sync_state", LayerState())
             caches, of_layer = state.caches, (layer.__class__, layer.momentum, state.origin)
         key = (
             options, training, ready, accumulate is None, mean is var, of_layer,
-            input.__class__, input.dtype, input.device, input.layout, len(shape), shape[1],
+            input.__class__, input.dtype, input.device, input.layout, shape[1],
             residual is None
             or (residual.__class__, residual.dtype, residual.device, residual.layout, residual.shape == shape),
             weight is None or (weight.__class__, weight.dtype, weight.device, weight.shape),

@@ -243,10 +243,12 @@ def test_revert_restores_the_group_of_torchs_layers():
     groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
     model = nn.Sequential(*(nn.SyncBatchNorm(1, process_group=groups[0]) for _ in range(2)))
     convert_sync_batchnorm(model, groups[1])
-    twin = copy.deepcopy(model)
+    twin, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
     convert_sync_batchnorm(model, "node")
-    assert all(layer.process_group is groups[0] for layer in revert_sync_batchnorm(model))
-    assert all(layer.process_group in groups for layer in revert_sync_batchnorm(twin))  # both have the same ranks
+    for reverted in map(revert_sync_batchnorm, (model, twin)):
+        assert all(layer.process_group is groups[0] for layer in reverted)
+    for layer in revert_sync_batchnorm(loaded):  # files hold ranks, but torch's layers need a group
+        assert dist.get_process_group_ranks(layer.process_group) == [0, 1]
 
 
 class Foreign(nn.BatchNorm2d):

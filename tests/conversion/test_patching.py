@@ -32,6 +32,7 @@ def test_the_patch_keeps_signatures_and_ends():
     assert patched[1] == signatures
     with suppress(KeyError), patch_torch_converter():
         model = nn.Sequential(BatchNormReLU(2), TimmsSyncBatchNormAct(2), ImportedBefore(2, process_group=1))
+        assert [isinstance(layer, SyncBatchNorm) for layer in model] == [False, True, True]
         assert ImportedBefore.convert_sync_batchnorm(model) is model
         raise KeyError
     assert torchs() == patched

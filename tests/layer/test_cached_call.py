@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,7 +96,6 @@ def nested(layout=torch.strided):
 
 CHANGES: dict[str, Callable[[Any], object]] = {
     "nothing": lambda layer: None,
-    "weight.data: size": lambda layer: setattr(layer.weight, "data", torch.ones(CHANNELS + 1)),
     "bias.data: dtype": lambda layer: setattr(layer.bias, "data", torch.ones(CHANNELS, dtype=torch.float64)),
     **{f"another {name}": replace(name, torch.clone) for name in TENSORS[2:]},
     **{f"expanded {name}": replace(name, lambda buffer: buffer[:1].expand(CHANNELS)) for name in TENSORS[2:4]},
@@ -162,11 +162,12 @@ INPUTS = {
     "more samples": lambda input: torch.cat([input, input]),
     "float64": lambda input: input.double(),
     "another device": lambda input: input.to("meta"),
+    "sparse": torch.Tensor.to_sparse,
 }
 
 
-def by_function(layer, input, is_named=True):
-    tensors = {name: getattr(layer, name).detach() for name in TENSORS}
+def by_function(layer, input, is_named=True, **others):
+    tensors = {name: getattr(layer, name).detach() for name in TENSORS} | others
     options = {"training": layer.training, "process_group": layer.process_group, "layer": layer if is_named else None}
     return bagua_syncbn.sync_batch_norm(input, **tensors, **options)
 
@@ -175,7 +176,35 @@ def by_function(layer, input, is_named=True):
 @pytest.mark.parametrize("alter", INPUTS)
 def test_every_change_of_the_input_is_noticed(alter, around):
     kind, *_ = compare(alter=INPUTS[alter], around=around, first=around)
-    assert isinstance(kind, type) == (alter == "another device")
+    assert isinstance(kind, type) == (alter in ("another device", "sparse"))
+
+
+# Make a valid tensor invalid in a single respect.
+WRONG = {
+    "class": lambda t: SimpleNamespace(dtype=t.dtype, device=t.device, layout=t.layout, shape=t.shape, stride=t.stride),
+    "dtype": torch.Tensor.bool,
+    "device": lambda tensor: tensor.to("meta"),
+    "size": lambda tensor: torch.cat([tensor.flatten(), tensor.new_ones(1)]),
+    "layout": torch.Tensor.to_sparse,  # checked for residuals
+}
+
+
+def with_residual(layer, input, **others):
+    return by_function(layer, input, **{"residual": input.detach()} | others)
+
+
+@pytest.mark.parametrize(("name", "wrong"), [
+    *((name, wrong) for name in TENSORS for wrong in WRONG if wrong != "layout"),
+    *(("residual", wrong) for wrong in WRONG),
+])  # fmt: skip
+def test_every_invalid_tensor_is_noticed(name, wrong):
+    def around(layer, input):
+        tensor = input if name == "residual" else getattr(layer, name)
+        return with_residual(layer, input, **{name: WRONG[wrong](tensor.detach())})
+
+    kind, message = compare(around=around, first=with_residual)
+    assert issubclass(kind, (TypeError, RuntimeError))
+    assert f": {name}: expected" in message
 
 
 def left_over_from_grad(layer, input):
