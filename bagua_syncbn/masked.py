@@ -13,7 +13,7 @@ from .masks import fits, mask_size, masking_of
 from .models import attached
 from .step.call import Call, Masking
 from .sync_batchnorm import SyncBatchNorm
-from .torch_internals.autograd import has_transforms, level_of_duals
+from .torch_internals.autograd import has_transforms
 
 MaskRule = Callable[[Tensor, torch.Size], Tensor | None]
 
@@ -35,7 +35,7 @@ class _ModelMask:
         # Not cached for fake tensors, or under compilers, inference mode or transforms: later calls cannot use those
         # tensors.
         is_special = type(input) is not Tensor or torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
-        if is_special or self.mask.is_inference() or has_transforms() or level_of_duals() >= 0:
+        if is_special or self.mask.is_inference() or has_transforms():
             return self._new_masking(input)
         key = input.shape, input.device, self.mask._version
         if key not in self.maskings:

@@ -6,7 +6,7 @@ valid. Only ``layer.__class__`` changes, to a class that inherits from the old c
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import replace
@@ -20,14 +20,17 @@ from ..groups import EVERYONE, GroupSpec, spec_of
 from ..layer_state import LayerState
 from ..models import Filter, check_module
 from ..names import ConvertedModel, Origin, name_of
+from ..registry import Registry
 from ..sync_batchnorm import SyncBatchNorm
 from ..torch_internals.modules import forget_compiled_code
 from .classes import class_before_conversion, full_name
 from .converters import group_of
-from .hooks import undo_hooks
-from .report import FOREIGN, examine
+from .report import FOREIGN, conversion_report
 
 _Module = TypeVar("_Module", bound=nn.Module)
+
+undo_hooks: Registry[Callable[[nn.Module], None]] = Registry()
+"""Each undoes another module's change of a model, before revert changes the layers' classes."""
 
 
 def convert_sync_batchnorm(
@@ -74,7 +77,7 @@ def convert_sync_batchnorm(
     """
     spec: Any = spec_of(process_group)
     check_flag("skip_nonfinite", skip_nonfinite)
-    report = examine(module, filter)
+    report = conversion_report(module, filter=filter)
     for row in report.layers:
         if row.error is not None:
             raise row.error

@@ -13,14 +13,7 @@ from .convert import change_class, convert_sync_batchnorm
 _torchs_init = nn.SyncBatchNorm.__init__
 
 
-class TorchConverterPatch(ExitStack):
-    """A patch returned by :func:`patch_torch_converter`."""
-
-    undo = ExitStack.close
-    """Restores the converter and layer from before this patch: torch's, or an outer patch's."""
-
-
-def patch_torch_converter() -> TorchConverterPatch:
+def patch_torch_converter() -> ExitStack:
     """Makes trainers that call torch's converter, or build torch's layer, use this package.
 
     ``torch.nn.SyncBatchNorm.convert_sync_batchnorm`` becomes :func:`convert_sync_batchnorm`, with torch's arguments,
@@ -28,11 +21,11 @@ def patch_torch_converter() -> TorchConverterPatch:
     so code that imported it earlier also uses the patch. As in every conversion, ``isinstance(layer,
     torch.nn.SyncBatchNorm)`` is False.
 
-    The patch applies to all threads, until ``undo()`` or the end of the ``with`` statement. Patches may be nested;
+    The patch applies to all threads, until ``close()`` or the end of the ``with`` statement. Patches may be nested;
     converted models stay converted.
 
     Returns:
-        The patch, with a method ``undo()``.
+        The patch, with a method ``close()`` that restores torch's converter and layer, or those of an outer patch.
 
     Example::
 
@@ -42,7 +35,7 @@ def patch_torch_converter() -> TorchConverterPatch:
         >>> with bagua_syncbn.patch_torch_converter():
         ...     trainer.initialize()
     """
-    patch = TorchConverterPatch()
+    patch = ExitStack()
     patch.enter_context(mock.patch.multiple(nn.SyncBatchNorm, __init__=_init, convert_sync_batchnorm=_convert))
     return patch
 

@@ -12,9 +12,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from ..checks import check_callable
 from ..models import Filter, check_module, is_data_parallel, is_left_out, modules_with_names
 from ..names import name_of
+from ..ops import activation_of
 from ..sync_batchnorm import SyncBatchNorm
 from .converters import class_after_conversion, is_candidate
-from .hooks import report_notes
 
 Action = Literal["converted", "skipped", "refused"]
 
@@ -64,7 +64,7 @@ def conversion_report(module: nn.Module, *, filter: Filter | None = None) -> Con
 
     The report has a line for each batch normalization layer, for each module that is refused with all its children,
     such as a TorchScript module, and for each skipped module that resembles batch normalization. Lines of synchronized
-    layers also report :func:`fuse_activations`, :func:`recompute_outputs` and :func:`freeze_statistics`.
+    layers also report their activation, and :func:`freeze_statistics`.
 
     Args:
         module: the model, converted or not, wrapped or not.
@@ -83,24 +83,6 @@ def conversion_report(module: nn.Module, *, filter: Filter | None = None) -> Con
         converted  backbone.bn, neck.bn  BatchNorm2d: becomes SyncBatchNorm2d
         converted  head.1  BatchNormAct2d: becomes SyncBatchNormAct2d
         skipped    head.3  InstanceNorm2d: not batch normalization: it normalizes each sample by itself
-    """
-    report = examine(module, filter)
-    notes: dict[nn.Module, list[str]] = {}
-    for part in module.modules():
-        if isinstance(part, SyncBatchNorm) and part._sync_state.frozen_mode is not None:
-            notes[part] = ["statistics frozen"]
-    for notes_on in report_notes:
-        for layer, note in notes_on(module):
-            notes.setdefault(layer, []).append(note)
-    rows = (row._replace(reason="; ".join([row.reason, *notes.get(row.module, [])])) for row in report.layers)
-    return ConversionReport(tuple(rows))
-
-
-def examine(module: nn.Module, filter: Filter | None = None) -> ConversionReport:
-    """Returns the report without notes.
-
-    Raises:
-        TypeError: ``module`` is not a module, or ``filter`` is not callable.
     """
     check_module(module)
     check_callable("filter", filter, "a function of a name and a module")
@@ -124,8 +106,12 @@ def _finding(module: nn.Module, names: list[str], filter: Filter | None, wrapper
     target = class_after_conversion(module)
     if target is None:
         return Finding(names, module, "skipped", "left unchanged by its converter")
-    reason = "synchronized already" if isinstance(module, SyncBatchNorm) else f"becomes {target.__name__}"
-    return Finding(names, module, "converted", reason, target)
+    if not isinstance(module, SyncBatchNorm):
+        return Finding(names, module, "converted", f"becomes {target.__name__}", target)
+    frozen = "" if module._sync_state.frozen_mode is None else "; statistics frozen"
+    activation = activation_of(module.fused_activation)
+    computes = "" if activation is None else f"; computes {activation}"
+    return Finding(names, module, "converted", f"synchronized already{frozen}{computes}", target)
 
 
 def _refusal(module: nn.Module, name: str, wrapper: nn.Module | None) -> Exception | None:

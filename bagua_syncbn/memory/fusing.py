@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ..conversion.hooks import report_notes, undo_hooks
+from ..conversion.convert import undo_hooks
 from ..models import check_module
 from ..names import name_of
 from ..ops.activations import MODULES, activation_of
@@ -93,13 +93,6 @@ def _unfuse(module: nn.Module) -> None:
                 container._modules[key] = part.activation.train(part.training)
                 if part.layer.fused_activation == activation_of(part.activation):  # not set since
                     del part.layer.fused_activation
-
-
-@report_notes.register
-def _notes(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    for name, part in model.named_modules():
-        if isinstance(part, FusedActivation):
-            yield part.layer, f"computes {name_of(part.activation, name)}"
 
 
 def _pairs_in(model: nn.Module) -> Iterator[tuple[SyncBatchNorm, nn.Module, nn.Module, str]]:

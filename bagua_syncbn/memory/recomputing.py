@@ -1,15 +1,14 @@
 """Models that recompute the outputs of layers in backward."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar, overload
 
 from torch import nn
 
-from ..conversion.hooks import report_notes, undo_hooks
+from ..conversion.convert import undo_hooks
 from ..models import check_module
-from ..sync_batchnorm import SyncBatchNorm
 from .recipes import saved_as_recipes
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -102,13 +101,6 @@ def _recomputes(module: nn.Module) -> bool:
 def _make_recomputing(make: Callable[..., nn.Module], *arguments: Any) -> nn.Module:
     """Creates a module when a copy or pickle is loaded."""
     return recompute_outputs(make(*arguments))
-
-
-@report_notes.register
-def _notes(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    for part in filter(_recomputes, model.modules()):
-        layers = (layer for layer in part.modules() if isinstance(layer, SyncBatchNorm))
-        yield from ((layer, "outputs are recomputed") for layer in layers)
 
 
 @undo_hooks.register

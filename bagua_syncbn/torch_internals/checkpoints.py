@@ -10,10 +10,18 @@ from torch.utils import checkpoint
 def observe_checkpoints(region: Callable[[], Any]) -> None:
     """Makes both forms of torch.utils.checkpoint run functions inside a region, created by ``region()``.
 
-    Each checkpoint keeps one region for the first run and all repetitions.
+    Each checkpoint keeps one region for the first run and all repetitions. Raises ImportError in versions of torch that
+    lack the functions to extend.
     """
+    try:
+        hook, forward = checkpoint._checkpoint_hook, checkpoint.CheckpointFunction.forward
+    except AttributeError as error:
+        raise ImportError(
+            f"bagua_syncbn does not support torch {torch.__version__}: {error}; update bagua_syncbn, or install torch "
+            "2.10 to 2.14"
+        ) from None
 
-    class ObservedHook(checkpoint._checkpoint_hook):
+    class ObservedHook(hook):  # type: ignore[misc, valid-type]
         """Context manager around the first run with use_reentrant=False."""
 
         def __init__(self, frame: Any) -> None:
@@ -28,8 +36,6 @@ def observe_checkpoints(region: Callable[[], Any]) -> None:
         def __exit__(self, *args: object) -> None:
             self.region.__exit__(*args)
             super().__exit__(*args)
-
-    forward = checkpoint.CheckpointFunction.forward
 
     def observed_forward(ctx: Any, run_function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         """Runs the function with use_reentrant=True; backward calls the same wrapped function."""

@@ -2,11 +2,13 @@
 
 import copy
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, masked, ops, sync_batch_norm
@@ -151,10 +153,28 @@ def test_a_model_mask_may_be_written_to_between_calls():
         torch.testing.assert_close(layer(input), make_layer(3)(input))
 
 
-def test_a_model_mask_has_second_derivatives_after_a_forward_in_inference_mode():
+def in_inference_mode(function, *args):
+    with torch.inference_mode():
+        return function(*args)
+
+
+def in_forward_mode(function, input):
+    with forward_ad.dual_level():
+        return function(forward_ad.make_dual(input, input))
+
+
+FIRST_CALLS = {
+    "inference mode": in_inference_mode,
+    "a transform": lambda function, input: torch.func.jvp(function, (input,), (input,)),
+    "forward mode": in_forward_mode,
+}
+
+
+@pytest.mark.parametrize("first", FIRST_CALLS)
+@pytest.mark.parametrize("make_mask", [padding, partial(in_inference_mode, padding)])
+def test_a_model_mask_has_second_derivatives_after_a_call_in(first, make_mask):
     layer, leaf = make_layer(3), draw((4, 3, 5))[0].requires_grad_()
-    with masked(layer, padding(5, 3)):
-        with torch.inference_mode():
-            layer(leaf)
+    with masked(layer, make_mask(5, 3)):
+        FIRST_CALLS[first](layer, leaf.detach())
         (grad,) = torch.autograd.grad(layer(leaf).sin().sum(), leaf, create_graph=True)
         grad.square().sum().backward()  # inference tensors have no derivatives

@@ -36,7 +36,7 @@ def test_the_patch_keeps_signatures_and_ends():
         assert ImportedBefore.convert_sync_batchnorm(model) is model
         raise KeyError
     assert torchs() == patched
-    outer.undo()
+    outer.close()
     assert torchs() == (before, signatures)
     assert all(isinstance(layer, SyncBatchNorm) for layer in model)
     assert [layer.process_group for layer in model] == [None, None, 1]

@@ -85,16 +85,18 @@ def test_sharded_input_equals_one_process(pool, name):
 
 
 @pytest.mark.ranks(2)
-def test_sharded_input_and_residual_keep_the_memory_format():
+@pytest.mark.parametrize("columns", [5, 10])
+def test_sharded_input_and_residual_keep_the_memory_format(columns):
     mesh = init_device_mesh("cpu", (2,))
-    input, residual = (draw(4, 3, 6, 5, seed=seed).to(memory_format=torch.channels_last) for seed in range(2))
+    wide = (draw(4, 3, 6, columns, seed=seed).to(memory_format=torch.channels_last) for seed in range(2))
+    input, residual = (whole[..., :5] for whole in wide)  # 5 of 10 columns are not dense
     shards = [
         DTensor.from_local(whole.chunk(2)[dist.get_rank()], mesh, [N], shape=whole.shape, stride=whole.stride())
         for whole in (input, residual)
     ]
     output = SyncBatchNorm(3).double()(*shards)
-    assert output.stride() == input.stride()
-    assert output.to_local().stride() == shards[0].to_local().stride()
+    assert output.stride() == torch.empty_like(input).stride()
+    assert output.to_local().stride() == torch.empty_like(shards[0].to_local()).stride()
     torch.testing.assert_close(full(output), SyncBatchNorm(3, process_group=LOCAL).double()(input, residual))
 
 

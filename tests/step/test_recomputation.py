@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from bagua_syncbn import Repeatable, SyncBatchNorm, convert_sync_batchnorm, masked, sync_batch_norm
+from bagua_syncbn.torch_internals.checkpoints import observe_checkpoints
 from tests.helpers.checkpoints import CHECKPOINTS, kept_checkpoint, plainly
 from tests.helpers.observed import collectives
 from tests.helpers.steps import check_ranks, draw
@@ -248,6 +249,12 @@ def test_an_inner_region_is_created_inside_the_outer_one():
         layer(x)
     with outer, pytest.raises(RuntimeError, match=ONE_PASS):
         shared.__enter__()
+
+
+def test_a_torch_with_other_checkpoints_is_refused(monkeypatch):
+    monkeypatch.delattr(torch.utils.checkpoint, "_checkpoint_hook")
+    with pytest.raises(ImportError, match="torch .* has no attribute '_checkpoint_hook'; update bagua_syncbn"):
+        observe_checkpoints(Repeatable)
 
 
 def regions_alive():
