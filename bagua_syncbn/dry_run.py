@@ -2,7 +2,7 @@
 
 import random
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .checks import check_callable
 from .groups import LOCAL, spec_of
+from .models import check_module
 from .sync_batchnorm import SyncBatchNorm
 
 # Module attributes that are restored. forward_sync_buffers is torch 2.13's name of broadcast_buffers.
@@ -74,20 +75,23 @@ def dry_run(model: nn.Module, training: Collection[nn.Module] = ()) -> Iterator[
         yield
 
 
-def forward_of(module: nn.Module, forward: object, device: Any) -> Callable[[Any], Any]:
-    """Returns ``forward``; if None, a function that calls ``module`` with a batch or the first item of a batch.
+def pass_over(module: nn.Module, batches: Iterable[Any], forward: Any, device: Any) -> Callable[[], None]:
+    """Checks the arguments and returns a function that calls ``forward`` with each batch.
+
+    If ``forward`` is None, it calls ``module`` with each batch, or with the first item of the batch.
 
     Raises:
-        TypeError: ``forward`` is not callable.
+        TypeError: ``module`` is not a module, ``batches`` not an iterable of batches, or ``forward`` not callable.
         ValueError: ``device`` is given together with ``forward``.
     """
+    check_module(module)
     check_callable("forward", forward, "a function of a batch")
     if forward is not None and device is not None:
         raise ValueError("device: expected None with forward, which gets unchanged batches")
-    if callable(forward):
-        return forward
+    if not isinstance(batches, Iterable) or isinstance(batches, Tensor):
+        raise TypeError(f"batches: expected an iterable of batches, got {type(batches).__name__}")
 
-    def run(batch: Any) -> Any:
+    def call(batch: Any) -> Any:
         input = batch[0] if isinstance(batch, (list, tuple)) and batch else batch
         if not isinstance(input, Tensor):
             raise TypeError(
@@ -95,5 +99,11 @@ def forward_of(module: nn.Module, forward: object, device: Any) -> Callable[[Any
                 f"{type(batch).__name__}; pass forward"
             )
         return module(input if device is None else input.to(device))
+
+    remaining = iter(batches)  # may raise; callers communicate later
+
+    def run() -> None:
+        for batch in remaining:
+            (forward or call)(batch)
 
     return run

@@ -1,7 +1,7 @@
 """Groups of ranks that synchronize: ``process_group`` arguments, and the interface of communicators."""
 
 from .communicator import LOCAL, Communicator, LocalCommunicator
-from .spec import ALONE, DESTROYED, EVERYONE, FORKED, GroupSpec, RankGroup, engines, spec_of
+from .spec import ALONE, DESTROYED, EVERYONE, FORKED, GroupSpec, RankGroup, engines, replaced_groups, spec_of
 from .texts import ranks_by_text, text_of_ranks
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "RankGroup",
     "engines",
     "ranks_by_text",
+    "replaced_groups",
     "spec_of",
     "text_of_ranks",
 ]

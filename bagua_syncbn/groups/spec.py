@@ -5,7 +5,8 @@ can be copied and saved. In a single-rank job, every rule selects that rank.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeAlias
@@ -240,6 +241,20 @@ ALONE = GroupSpec(given_communicator=LOCAL)
 """Group for calls in evaluation. Not the same object as the group of a layer with ``process_group=LOCAL``."""
 
 
+_replacement: GroupSpec | None = None
+
+
+@contextmanager
+def replaced_groups(communicator: Communicator) -> Iterator[None]:
+    """Context in which calls with any ``process_group`` use ``communicator``, in all threads. Layers keep their groups."""
+    global _replacement
+    _replacement = GroupSpec(given_communicator=communicator)
+    try:
+        yield
+    finally:
+        _replacement = None
+
+
 def spec_of(process_group: Any) -> GroupSpec:
     """Returns the specification of ``process_group``.
 
@@ -248,6 +263,8 @@ def spec_of(process_group: Any) -> GroupSpec:
         ValueError: this rank is not in the group, or the description fits no job, or not this job.
         RuntimeError: the group belongs to an engine that is not running a job.
     """
+    if _replacement is not None:
+        return _replacement
     if process_group is None:
         return EVERYONE
     if isinstance(process_group, GroupSpec):

@@ -7,10 +7,10 @@ from warnings import warn
 import torch
 from torch import nn
 
-from ..dry_run import dry_run, forward_of
+from ..dry_run import dry_run, pass_over
 from ..errors import notifies_peers
 from ..groups import spec_of
-from ..models import attached, check_module
+from ..models import attached
 from ..names import name_of
 from ..ops import Moments
 from ..over_ranks import sum_over_ranks
@@ -70,22 +70,18 @@ def recalibrate_statistics(
         >>> bagua_syncbn.recalibrate_statistics(averaged, loader, device="cuda")
     """
     spec = spec_of(process_group)
-    check_module(module)
+    run = pass_over(module, batches, forward, device)
     layers = layers_with_statistics(module)
     for name, layer in layers.items():
         if not isinstance(layer, SyncBatchNorm):
             raise TypeError(f"module: {name_of(layer, name)} is not synchronized; call convert_sync_batchnorm first")
-    if isinstance(batches, torch.Tensor):
-        raise TypeError("batches: expected an iterable of batches, got a Tensor")
-    remaining, run = iter(batches), forward_of(module, forward, device)
     communicator = spec.communicator()
     # An error during the pass reaches only peers that are waiting for a message, so all ranks synchronize first.
     device_of_ranks = next((layer.running_mean.device for layer in layers.values()), torch.device("cpu"))
     nothing = torch.empty(0, dtype=torch.float64, device=device_of_ranks)
     sum_over_ranks(nothing, communicator, _NAME, module, "before its batches")
     with attached(module, _NAME, Accumulation, Accumulation) as found, dry_run(module, set(layers.values())):
-        for batch in remaining:
-            run(batch)
+        run()
     own = {name: Moments.of_row(found[layer].row[0]) for name, layer in layers.items()}
     merged = merged_over_ranks(_NAME, module, own, communicator)
     counts = {name: moments.weight.item() for name, moments in merged.items()}

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, sqrt
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 from warnings import warn
 
 import torch
@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..checks import is_distributed
-from ..dry_run import dry_run, forward_of
+from ..dry_run import dry_run, pass_over
 from ..masked import is_masked
-from ..models import check_module
 from ..sync_batchnorm import SyncBatchNorm
 from .ranks import Peers
 from .verify import unwrapped
@@ -131,26 +130,18 @@ def measure_batch_noise(
     return BatchNoise(layers, samples or largest, ranks.size, limit)
 
 
-class _Input(NamedTuple):
-    """An input of a layer, reduced to each sample's means of values and of squared values (N, C, 2)."""
-
-    features: Tensor
-    positions: int
-    eps: float
+# Each sample's means of values and of squared values (N, C, 2); positions and eps as in the formula.
+_Input: TypeAlias = tuple[Tensor, int, float]
 
 
 def _observe(module: nn.Module, batches: Iterable[Any], forward: object, device: Any) -> dict[str, list[_Input]]:
     """Returns the inputs of each layer."""
-    check_module(module)
-    if not isinstance(batches, Iterable) or isinstance(batches, Tensor):
-        raise TypeError(f"batches: expected an iterable of batches, got {type(batches).__name__}")
-    run_model = forward_of(module, forward, device)
+    run = pass_over(module, batches, forward, device)
     modules = unwrapped(module).named_modules()
     layers: dict[str, Any] = {name: part for name, part in modules if isinstance(part, _BatchNorm) and part.training}
     if not layers:
         raise ValueError("module: expected batch normalization layers in training mode, got none")
-    counters = {name: layer.num_batches_tracked for name, layer in layers.items()}
-    new = [name for name, counter in counters.items() if counter is not None and not counter]
+    new = [name for name, layer in layers.items() if layer.num_batches_tracked == 0]
     if new:
         warn(f"measure_batch_noise: layers with untrained running statistics: {', '.join(new)}; train for some steps, "
              "or call recalibrate_statistics", stacklevel=5)  # fmt: skip
@@ -163,20 +154,19 @@ def _observe(module: nn.Module, batches: Iterable[Any], forward: object, device:
             raise ValueError(f"module: expected layers without masks or DTensors, got {name!r} with one")
         if input.numel():
             values = (input.cpu() if input.device.type == "mps" else input).double()  # no float64 on MPS
-            values = values.flatten(2) if values.dim() > 2 else values.unsqueeze(2)
+            values = values.reshape(*values.shape[:2], -1)
             features = torch.stack([values.mean(2), values.square().mean(2)], -1).cpu()
-            found.setdefault(name, []).append(_Input(features, values.size(2), layer.eps))
+            found.setdefault(name, []).append((features, values.size(2), layer.eps))
 
     with dry_run(module), ExitStack() as hooks:
         for name, layer in layers.items():
             hooks.callback(layer.register_forward_pre_hook(partial(add, name), with_kwargs=True).remove)
-        for batch in batches:
-            run_model(batch)
+        run()
     return found
 
 
 def _noise(name: str, inputs: list[_Input]) -> LayerNoise:
-    means, squares = torch.cat([input.features for input in inputs]).unbind(-1)
+    means, squares = torch.cat([features for features, *_ in inputs]).unbind(-1)
     if len(means) < 2:
         raise ValueError(f"batches: expected at least two samples, got {len(means)} in {name!r}")
     mean = means.mean(0)

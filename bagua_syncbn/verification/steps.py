@@ -3,8 +3,7 @@
 import copy
 import pickle
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from math import isfinite
@@ -12,13 +11,11 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from .. import functional, over_ranks
 from ..conversion import convert_sync_batchnorm
 from ..errors import notify_peers
-from ..groups import LOCAL, spec_of
+from ..groups import LOCAL, Communicator, replaced_groups
 from ..sync_batchnorm import SyncBatchNorm
 from ..torch_internals.modules import pytree
 from .ranks import Peers
@@ -32,6 +29,18 @@ Step: TypeAlias = dict[str, Tensor]
 _RELATIVE, _OF_LARGEST = 1e-7, 1e-12
 
 
+class Twins:
+    """Communicator of two ranks with equal messages, without a job. Accepts a single value per channel."""
+
+    size, rank = 2, 0
+
+    def all_gather(self, packed: Tensor) -> Tensor:
+        return packed.expand(2, -1).contiguous()
+
+    def all_reduce(self, packed: Tensor) -> Tensor:
+        return packed * 2
+
+
 @dataclass(frozen=True)
 class Comparison:
     """Runs steps of copies of ``model``, which is equal on all ranks."""
@@ -42,17 +51,16 @@ class Comparison:
     """Batch of this rank."""
     loss: Loss
 
-    def run_alone(self, what: str, batch: Any, evaluates: bool = False) -> Step:
-        """Runs a step on ``batch`` in this process. If ``evaluates``, layers use running statistics."""
+    def run_alone(self, what: str, batch: Any, communicator: Communicator = LOCAL) -> Step:
+        """Runs a step on ``batch`` in this process. All layers and functions use ``communicator``."""
 
         def run() -> Step:
             model = self._copied()
             for layer in list(model.modules()):
-                if isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)):
-                    convert_sync_batchnorm(layer, LOCAL)
-                if evaluates and isinstance(layer, _BatchNorm):
-                    layer.eval()
-            with _local(over_ranks, *() if evaluates else (functional,)):  # a rank may have a single value
+                is_local = isinstance(layer, SyncBatchNorm) and layer.process_group is LOCAL
+                if isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)) and not is_local:
+                    convert_sync_batchnorm(layer, communicator)
+            with replaced_groups(communicator):
                 return _run(model, _in_float64(batch, self.batch), self.loss)
 
         return self.ranks.run(what, run)
@@ -148,18 +156,6 @@ def _run(model: nn.Module, batch: Any, loss: Loss, weight: float = 1.0) -> Step:
             step[f"gradient {name}"] = torch.zeros_like(parameter) if gradient is None else gradient.to_dense()
     step |= {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
     return {name: tensor.detach() for name, tensor in step.items()}
-
-
-@contextmanager
-def _local(*modules: Any) -> Iterator[None]:
-    """Context manager in which functions in ``modules`` ignore ``process_group`` and do not synchronize."""
-    for module in modules:
-        module.spec_of = lambda _: spec_of(LOCAL)  # in all threads, because replicas also call functions
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.spec_of = spec_of
 
 
 def tensors_in(values: Any) -> list[Tensor]:

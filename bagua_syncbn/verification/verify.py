@@ -14,7 +14,7 @@ from ..dry_run import unchanged
 from ..models import check_module, is_data_parallel
 from .causes import causes_of
 from .ranks import Peers, digest
-from .steps import Comparison, Loss, differences, joined, kind_of
+from .steps import Comparison, Loss, Twins, differences, joined, kind_of
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def verify_synchronization(
     with unchanged(module), torch.inference_mode(False):
         found = Comparison(ranks, module, batch, loss)
         # Layers do not communicate here, so no rank waits for a rank that raises.
-        found.run_alone("the step on this rank's batch", batch, evaluates=True)
+        found.run_alone("the step on this rank's batch", batch, Twins())
         unlike = ranks.differing(_state_of(module))
         if unlike:
             others = (f"so do {', '.join(unlike[1:])}",) if unlike[1:] else ()

@@ -126,6 +126,11 @@ CASES = {
         lambda: DictOutput(*model()), loss=lambda model, batch: model(batch["x"])["scores"].square().mean()
     ),
     "sync_batch_norm": Case(lambda: Elastic(sync_batch_norm), (1, 0, 3, 2), global_cross_entropy),
+    "a single value on a rank, no running statistics": Case(
+        lambda: convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(6, track_running_stats=False))),
+        (1, 3),
+        lambda *given: mean_over_ranks(cross_entropy(*given, "none")),
+    ),
     "sparse gradients": Case(
         lambda: convert_sync_batchnorm(nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.BatchNorm1d(3))),
         loss=lambda model, batch: model(batch["y"][0]).sin().mean(),

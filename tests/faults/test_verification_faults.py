@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bagua_syncbn import convert_sync_batchnorm, mean_over_ranks, verify_synchronization
+from bagua_syncbn import convert_sync_batchnorm, mean_over_ranks, sync_batch_norm, verify_synchronization
 
 
 def loss(model, batch):
@@ -29,6 +29,14 @@ def fails_between_means(model, batch):
     raise ArithmeticError(f"mean {output.item():.0f}")
 
 
+def normalizes(model, batch):
+    return sync_batch_norm(model(batch), None, None).square().mean()
+
+
+def fails_before_function(model, batch):
+    raise ArithmeticError(f"mean {model(batch).mean().item():.0f}")
+
+
 def fail_in(number):
     """Makes call ``number`` and later calls of a model and its copies raise between the two layers."""
     calls = itertools.count(1)
@@ -43,10 +51,12 @@ def fail_in(number):
 X = torch.randn(4, 3)
 # The last rank's changed model, batch and loss, and the error on all ranks.
 CASES = {
+    "before the step": (fail_in(1), X, loss, "rank 1 in the step on this rank's batch: ArithmeticError: between two"),
     "one process": (fail_in(2), X, loss, "rank 1 in the step in one process: ArithmeticError: between two"),
-    "ranks": (fail_in(3), X, loss, "rank 1 in the step on ranks: ArithmeticError: between two"),
+    "ranks": (fail_in(3), X, loss, ".*rank 1 in the step on ranks: ArithmeticError: between two"),
     "own batch": (None, X, fails_for_own_batch, "rank 1 in the step on this rank's batch: ArithmeticError: 4 samples"),
     "mean_over_ranks": (None, X, fails_between_means, "rank 1 in the step on this rank's batch: ArithmeticError: mean"),
+    "sync_batch_norm": (None, X, fails_before_function, "rank 1 in the step on this rank's batch: ArithmeticError"),
     "vector loss": (None, X, lambda model, x: model(x), "rank 1 in .*: RuntimeError: grad can be .* only for scalar"),
     "channels": (None, torch.ones(4, 3, 1), loss, "Tensors must have same number of dimensions"),
     "no loss": (None, X, None, "rank 1 in the step on this rank's batch: TypeError: 'NoneType' object is not callable"),
@@ -65,8 +75,9 @@ def test_an_error_on_one_rank_is_raised_on_all(name):
     if is_last and change is not None:
         change(model)
     mode, state = model.training, torch.get_rng_state()
-    own_loss = other if is_last else means_over_ranks if other is fails_between_means else loss
-    with pytest.raises((RuntimeError, ValueError), match=error):
+    peers = {fails_between_means: means_over_ranks, fails_before_function: normalizes}
+    own_loss = other if is_last else peers.get(other, loss)
+    with pytest.raises((RuntimeError, ValueError), match=f"^(verify_synchronization: )?{error}"):
         verify_synchronization(model, batch if is_last else X, own_loss)
     assert model[0].running_mean.eq(2).all()
     assert model.training is model[2].training is mode
