@@ -246,7 +246,7 @@ _replacement: GroupSpec | None = None
 
 @contextmanager
 def replaced_groups(communicator: Communicator) -> Iterator[None]:
-    """Context in which calls with any ``process_group`` use ``communicator``, in all threads. Layers keep their groups."""
+    """Makes ``spec_of`` return ``communicator`` for all groups, in all threads. Layers keep their groups."""
     global _replacement
     _replacement = GroupSpec(given_communicator=communicator)
     try:
