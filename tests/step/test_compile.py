@@ -80,8 +80,9 @@ def compare(backend, *, kind="plain", wrap=None, wrap_first=False, autocast=Fals
     if wrap is not None:
         eager, compiled = wrap(eager), compiled if wrap_first else wrap(compiled)
     tolerance = {"rtol": 2e-2, "atol": 2e-2} if autocast else {"rtol": 1e-3, "atol": 3e-4}  # gradients of sums cancel
+    more = 0 if backend == "inductor" else dist.get_rank()  # for equal sizes, ranks share the compiled kernels
     for number, batch in enumerate(batches):
-        input, grad_output = draw(batch + dist.get_rank(), number)
+        input, grad_output = draw(batch + more, number)
         context = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
         results = [[*step(each, input, grad_output, call=context(each)).values()] for each in (compiled, eager)]
         torch.testing.assert_close(*results, **tolerance)
@@ -130,7 +131,7 @@ def test_second_derivatives_of_compiled_code_raise(backend):
     layer = SyncBatchNorm(3)
     input = torch.randn(4, 3, requires_grad=True)
     loss = torch.compile(layer, backend=backend, fullgraph=True)(input).sin().sum()
-    with pytest.raises(RuntimeError, match="sync_batch_norm: compiled code|does not currently support double backward"):
+    with pytest.raises(RuntimeError, match=r"sync_batch_norm: compiled code|not currently support double backward"):
         (torch.autograd.grad(loss, layer.weight, create_graph=True)[0] + input).sum().backward()
 
 

@@ -253,7 +253,7 @@ def test_an_inner_region_is_created_inside_the_outer_one():
 
 def test_a_torch_with_other_checkpoints_is_refused(monkeypatch):
     monkeypatch.delattr(torch.utils.checkpoint, "_checkpoint_hook")
-    with pytest.raises(ImportError, match="torch .* has no attribute '_checkpoint_hook'; update bagua_syncbn"):
+    with pytest.raises(ImportError, match=r"torch .* has no attribute '_checkpoint_hook'; update bagua_syncbn"):
         observe_checkpoints(Repeatable)
 
 
