@@ -168,6 +168,11 @@ $(VENV)/installed: $(VENV)/installed-torch $(SOURCES)
 	@BAGUA_SYNCBN_CUDA_ARCHS='$(CUDA_ARCHS)' $(BIN)/python $(PIP_INSTALL) --no-build-isolation --editable .
 	@touch $@
 
+# Tools that need torch at most, so they do not wait for kernels.
+$(addprefix $(VENV)/installed-,lint wheel docs): $(VENV)/installed-%: pyproject.toml | $(VENV)/installed-torch
+	@$(BIN)/python $(PIP_INSTALL) --group $*
+	@touch $@
+
 # The packages of an extra. Installed packages satisfy all other requirements, so nothing is rebuilt.
 $(VENV)/installed-%: pyproject.toml | $(VENV)/installed
 	@echo 'Installing the packages of bagua_syncbn[$*]'
