@@ -55,8 +55,8 @@ def is_left_out(module: nn.Module, names: list[str], filter: Filter | None) -> b
 def attached(model: nn.Module, what: str, kind: type[_T], make: Callable[[Any], _T | None]) -> Iterator[dict[Any, _T]]:
     """Attaches ``make(layer)``, of class ``kind``, to each synchronized layer of ``model`` inside the context.
 
-    Skips layers for which ``make`` returns None. Yields the new attachments by layer, and restores those of an outer
-    context on exit. Warns, with the name ``what``, if ``model`` has no synchronized layer.
+    Skips layers for which ``make`` returns None. Yields a dict from layers to their new attachments. On exit, restores
+    the attachments of an outer context. Warns, with the name ``what``, if ``model`` has no synchronized layer.
     """
     check_module(model, "model")
     layers = [layer for layer in model.modules() if isinstance(layer, SyncBatchNorm)]

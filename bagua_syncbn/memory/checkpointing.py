@@ -39,9 +39,9 @@ class Repeatable:
     Calling the object with a function returns the function wrapped to run inside the region.
 
     Raises:
-        RuntimeError: the region is entered for a second first run (outside of a backward pass while gradients are
-            disabled, or were enabled the first time), or is repeated inside a repetition of an outer region that
-            contains its first run.
+        RuntimeError: the object is reused for another forward pass. Later runs are repetitions only in a backward
+            pass, or if they enable gradients that the first run disabled. Also raised if an outer region is repeated
+            with the same inner object instead of a new one.
 
     Example::
 
@@ -49,9 +49,9 @@ class Repeatable:
     """
 
     _outer: tuple[Repeatable, ...] | None = None
-    """Enclosing first runs; None before the first run."""
+    """Regions whose first run contains the first run of this region; None before that."""
     _repeats_anywhere = False
-    """Whether each later run is a repetition, also with gradients outside of backward."""
+    """True if every run after the first is a repetition, even outside of backward."""
     _calls: dict[nn.Module | None, list[Any]]
     """Results of each layer's calls in the first run, in order: a Normalization, a ByTorch, or the raised error."""
 

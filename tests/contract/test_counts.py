@@ -88,9 +88,21 @@ def test_no_count_grows(request, name):
     request.getfixturevalue("large" if name.startswith("large") else "pool").run(check_costs, 2, COSTS[name])
 
 
+def mask_of(layer):
+    return bagua_syncbn.masked(layer, torch.ones(1, 1, *SHAPE[2:], dtype=torch.bool))
+
+
 def masked(layer, x):
-    with bagua_syncbn.masked(layer, torch.ones(1, 1, *SHAPE[2:], dtype=torch.bool)):
+    with mask_of(layer):
         return layer(x)
+
+
+def inside_masked(layer, x):
+    """Enters the context, and checks and expands the mask, only in the first call, as for the layers of a model."""
+    if not hasattr(layer, "context"):
+        layer.context = mask_of(layer)
+        layer.context.__enter__()
+    return layer(x)
 
 
 def after_evaluation(layer, x):
@@ -111,6 +123,7 @@ CALLS = {
     "after an evaluation": (after_evaluation, 23, 7),
     "without a layer": (without_a_layer, 18, 7),
     "masked": (masked, 39, 8),
+    "a later layer inside masked": (inside_masked, 24, 8),
     "checkpointed": (lambda layer, x: checkpoint(layer, x, use_reentrant=False), 26, 22),
 }
 
