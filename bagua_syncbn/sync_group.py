@@ -7,12 +7,11 @@ from .groups import spec_of
 
 
 def sync_group(process_group: Any) -> Any:
-    """Returns the process group of this rank for a description.
+    """Returns this rank's process group for a description, for your own messages.
 
-    All ranks of the job must take part in the first use of a description, which creates the groups. First
-    uses of several descriptions must be in the same order on all ranks. A first use is this call or the first training
-    forward of a layer. This call also creates the layers' group, a second group with the same ranks, so that your
-    messages do not interfere with the layers' messages.
+    The first call with a description creates two groups of its ranks: the returned group, and the group that layers
+    with this description use. All ranks of the job must make this call, with several descriptions in the same order.
+    Layers also create their group in their first training forward, under the same conditions.
 
     Args:
         process_group: an int for that many consecutive ranks, ``"node"`` for the ranks of this host, a list of lists of

@@ -3,10 +3,10 @@
 torch.distributed is the engine of every job unless another engine runs.
 """
 
-from ..groups import LOCAL, Communicator, LocalCommunicator, RankGroup, engines
+from ..groups import LOCAL, Communicator, RankGroup, engines
 from . import torch_engine
 from .c10d import TorchCommunicator
 
-__all__ = ["LOCAL", "Communicator", "LocalCommunicator", "RankGroup", "TorchCommunicator"]
+__all__ = ["LOCAL", "Communicator", "RankGroup", "TorchCommunicator"]
 
 engines.register(torch_engine)

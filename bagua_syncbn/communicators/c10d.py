@@ -188,9 +188,9 @@ _ended: WeakKeyDictionary[Any, deque[Any]] = WeakKeyDictionary()
 def _keep_to_the_end(*kept: Any) -> "torch.futures.Future[None]":
     """Keeps objects alive until the returned future gets a result, even after the interpreter has shut down.
 
-    A group's destructor would wait for a collective that peers never join; for collectives, see ``_ended``. A global
-    list would not help, because Python destroys its objects at exit. So a future and its callback reference each other
-    in C++, invisible to the garbage collector.
+    Without it, ``destroy_process_group`` would wait in the group's destructor for a collective that peers never join.
+    A global list would not help, because Python destroys its objects at exit. So a future and its callback reference
+    each other in C++, invisible to the garbage collector.
     """
     future: torch.futures.Future[None] = torch.futures.Future()
     future.then(lambda _: (future, kept))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from threading import Thread
+from threading import Lock, Thread
 from weakref import ref
 
 from ..communicators import TorchCommunicator
@@ -21,12 +21,14 @@ def watch(history: CallHistory, communicator: Communicator) -> None:
     if isinstance(communicator, TorchCommunicator):
         seconds, nccl = timeout_of(communicator.group).total_seconds(), nccl_id(communicator.group)
         place = f"rank {communicator.rank} of {communicator.size}"
-        arguments = ref(history), seconds, place, communicator.name, nccl
+        ended = Lock()
+        ended.acquire()
+        arguments = ref(history, lambda _: ended.release()), ended, seconds, place, communicator.name, nccl
         Thread(target=_watch, args=arguments, name="bagua_syncbn watch", daemon=True).start()
 
 
-def _watch(history_of: ref[CallHistory], seconds: float, place: str, group: str, nccl: str) -> None:
-    """Logs calls in which this rank has waited for half of the timeout."""
+def _watch(history_of: ref[CallHistory], ended: Lock, seconds: float, place: str, group: str, nccl: str) -> None:
+    """Logs calls in which this rank has waited for half of the timeout, until ``ended`` is released."""
     seen: object = None
     since = time.monotonic()
     has_logged = False
@@ -43,7 +45,7 @@ def _watch(history_of: ref[CallHistory], seconds: float, place: str, group: str,
                 place, now - since, call, group,
             )  # fmt: skip
         del history  # the group may end during the wait
-        time.sleep(seconds / 8)
+        ended.acquire(timeout=seconds / 8)
 
 
 def unfinished_call(history: CallHistory, nccl: str) -> str:
