@@ -66,7 +66,7 @@ sanitize-emulated:
 
 sanitize-%:
 	BAGUA_SYNCBN_CPU_CAPABILITY=$* $(SANITIZED) tests/ops/test_native.py tests/ops/test_values.py tests/ops/test_headers.py \
-		-k 'not emulated and not aten and not instruction_set and not temporaries and not one_process'
+		-k 'not emulated and not reference and not aten and not instruction_set and not temporaries and not one_process'
 
 # All promises of docs/reliability.md.
 test-faults: $(VENV)/installed-test ## ranks that diverge or die
