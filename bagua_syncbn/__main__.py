@@ -2,7 +2,6 @@
 
 import json
 import platform
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,8 @@ _BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
 def collect_info() -> dict[str, Any]:
     """Compares native CUDA kernels with plain torch, and returns what to print."""
     devices = range(torch.cuda.device_count())
-    for index, dtype in product(devices, DTYPES):
-        check_kernels(torch.empty(0, dtype=dtype, device=f"cuda:{index}"))
-    cuda = [f"cuda:{index}: {cuda_kernels()}" for index in devices]
+    problems = dict(zip(devices, map(_find_problem, devices), strict=True))
+    cuda = [f"cuda:{index}: {problem or cuda_kernels()}" for index, problem in problems.items()]
     build_info = Path(__file__).with_name("build_info.json")  # written by setup.py
     problem, has_backends = shared.problem(), dist.is_available()
     return {
@@ -39,6 +37,16 @@ def collect_info() -> dict[str, Any]:
         "exchange_on_one_host": f"collectives: {problem}" if problem else "shared memory",
         "bagua": bagua.installed_version(),
     }
+
+
+def _find_problem(index: int) -> str | None:
+    """Compares the kernels on a device. Returns the error if that fails, for example because a kernel broke CUDA."""
+    try:
+        for dtype in DTYPES:
+            check_kernels(torch.empty(0, dtype=dtype, device=f"cuda:{index}"))
+    except RuntimeError as error:
+        return str(error)
+    return None
 
 
 if __name__ == "__main__":

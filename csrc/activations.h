@@ -47,7 +47,9 @@ namespace bagua_syncbn {
 enum class Code : int64_t { BAGUA_SYNCBN_ACTIVATIONS(BAGUA_SYNCBN_CODE) };
 #undef BAGUA_SYNCBN_CODE
 
-constexpr int64_t kActivations = static_cast<int64_t>(Code::kTanh) + 1;
+#define BAGUA_SYNCBN_COUNT(...) +1
+constexpr int64_t kActivations = BAGUA_SYNCBN_ACTIVATIONS(BAGUA_SYNCBN_COUNT);
+#undef BAGUA_SYNCBN_COUNT
 
 // An activation. Only leaky_relu and elu use `parameter`.
 template <typename A>

@@ -35,17 +35,19 @@ _PROBLEMS = (  # by result of _C.cuda_support
 )
 
 HAS_NATIVE = KERNELS.endswith("cuda")
-_CAN_BE_NATIVE = HAS_NATIVE or (sys.platform == "linux" and torch.version.hip is None)
 _log = logging.getLogger("bagua_syncbn")
 _lock = Lock()  # DataParallel has a thread for each device
 _checked: set[tuple[torch.device, torch.dtype]] = set()
 
 
 class _State:
-    """``problem``: reason for using ATen's kernels or plain torch; None if native kernels run."""
+    """``problem``: reason for using ATen's kernels or plain torch; None if native kernels run.
+    ``warns``: whether the next check warns about it. ``in_use``: whether calls may be running native kernels.
+    """
 
     problem: str | None = None
-    warned = False
+    warns = WANTED == "native" and (HAS_NATIVE or (sys.platform == "linux" and torch.version.hip is None))
+    in_use = False
 
 
 def cuda_kernels() -> str:
@@ -60,29 +62,34 @@ def check_kernels(input: Tensor) -> bool:
     replace them. Returns False if the comparison must wait for a later call.
 
     Raises:
-        RuntimeError: a graph is being captured, so kernels cannot be compared; or a kernel broke CUDA.
+        RuntimeError: a graph is being captured, so kernels cannot be compared; a kernel broke CUDA; or kernels that
+            other calls may be running differ or do not support the device.
     """
     device, dtype = key = input.device, input.dtype
     if key in _checked:
         return True
-    if type(input) is not Tensor:
-        return False
     with _lock:
-        compared = ""
-        if _is_native(device):
-            if is_transforming():
-                return False
-            _compare(device, dtype)
-            compared = f", compared with plain torch for {dtype}"
-        _log.info("kernels on %s%s: %s", device, compared, cuda_kernels())
-        if _State.problem is not None and not _State.warned and WANTED == "native" and _CAN_BE_NATIVE:
-            _State.warned = True
+        waits = type(input) is not Tensor  # its device may not exist
+        if _State.problem is None and not waits:
+            problem = _PROBLEMS[import_module("bagua_syncbn._C").cuda_support(device.index or 0)]
+            waits = problem is None and is_transforming()
+            if problem is None and not waits:
+                problem = _compare(device, dtype)
+            if problem is not None:
+                _use_aten(problem)
+        _State.in_use |= _State.problem is None
+        if waits:
+            return False
+        _log.info("kernels on %s for %s: %s", device, dtype, cuda_kernels())
+        if _State.problem is not None and _State.warns:
+            _State.warns = False
             warnings.warn(f"bagua_syncbn uses ATen's kernels on CUDA: {_State.problem}", RuntimeWarning, stacklevel=3)
-    _checked.add(key)
+        _checked.add(key)
     return True
 
 
-def _compare(device: torch.device, dtype: torch.dtype) -> None:
+def _compare(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Returns the first difference, or None if the kernels agree with plain torch."""
     if is_capturing():
         raise RuntimeError(
             f"the first call with {dtype} on {device} compares kernels, which is impossible while a graph is captured; "
@@ -98,20 +105,15 @@ def _compare(device: torch.device, dtype: torch.dtype) -> None:
             f"comparing the CUDA kernels of bagua_syncbn with plain torch for {dtype} failed on {device}, which may be "
             f"unusable in this process now: {error}. To run without them, set BAGUA_SYNCBN_KERNELS=aten"
         ) from error
-    if difference is not None:
-        _use_aten(f"on {torch.cuda.get_device_name(device)}, {difference}")
-
-
-def _is_native(device: torch.device) -> bool:
-    """Returns whether native kernels compute. Switches to ATen's if native kernels do not run on ``device``."""
-    if _State.problem is None:
-        problem = _PROBLEMS[import_module("bagua_syncbn._C").cuda_support(device.index or 0)]
-        if problem is not None:
-            _use_aten(problem)
-    return _State.problem is None
+    return difference and f"on {torch.cuda.get_device_name(device)}, {difference}"
 
 
 def _use_aten(problem: str) -> None:
+    if _State.in_use:  # torch replaces kernels without waiting for threads that call them
+        raise RuntimeError(
+            f"{problem}. Other calls use the native kernels, which cannot be replaced now: restart with "
+            "BAGUA_SYNCBN_KERNELS=aten"
+        )
     _State.problem = problem
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns if kernels are replaced

@@ -128,7 +128,8 @@ struct Check {
 
 int main() {
   // Both layouts; vectors and scalars; one and several blocks per channel.
-  for (const Geometry& g : {Geometry{false, 2, 3, 20001}, {false, 3, 40, 9}, {true, 1, 24, 5000}, {true, 30, 300, 2}}) {
+  const Geometry shapes[] = {{false, 2, 3, 20001}, {false, 3, 40, 9}, {true, 1, 24, 5000}, {true, 30, 300, 2}};
+  for (const Geometry& g : shapes) {
     for (const DType dtype : {DType::kHalf, DType::kBFloat16, DType::kFloat, DType::kDouble}) {
       dispatch(dtype, [&](auto value) {
         Check<decltype(value)> ops{dtype, g};

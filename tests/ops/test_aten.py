@@ -61,8 +61,7 @@ def test_no_kernel_reads_beyond_tensors_of_the_wrong_size(called):
 @pytest.mark.parametrize("can_be_native", [True, False])
 def test_the_first_cuda_call_without_cuda_kernels_says_what_to_install(called, monkeypatch, recwarn, can_be_native):
     monkeypatch.setattr(selection, "_checked", set())
-    monkeypatch.setattr(selection._State, "warned", False)
-    monkeypatch.setattr(selection, "_CAN_BE_NATIVE", can_be_native)
+    monkeypatch.setattr(selection._State, "warns", can_be_native)
     cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     for dtype in (torch.float32, torch.float64):
         input = torch.randn(2, 3, 4, dtype=dtype)

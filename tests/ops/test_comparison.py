@@ -42,9 +42,8 @@ def ops_by(name, function):
 def kernels(monkeypatch):
     """Returns the list of ops replaced by ATen's. The CPU is treated as a CUDA device."""
     replaced = []
-    monkeypatch.setattr(selection, "HAS_NATIVE", True)
     monkeypatch.setattr(selection, "WANTED", "native")
-    monkeypatch.setattr(selection, "_State", SimpleNamespace(problem=None, warned=False))
+    monkeypatch.setattr(selection, "_State", SimpleNamespace(problem=None, warns=True, in_use=False))
     monkeypatch.setattr(selection, "import_module", lambda name: SimpleNamespace(cuda_support=lambda device: 0))
     monkeypatch.setattr(selection, "library", SimpleNamespace(impl=lambda name, *rest: replaced.append(name)))
     monkeypatch.setattr(selection, "_checked", set())
@@ -213,7 +212,7 @@ def test_kernels_are_compared_once_per_dtype_and_stay_if_right(kernels, caplog):
     assert check_transformed(ones)
     assert kernels == []
     for message, dtype in zip(caplog.messages, ("float32", "float16"), strict=True):
-        assert message.startswith(f"kernels on cpu, compared with plain torch for torch.{dtype}: native, experimental")
+        assert message.startswith(f"kernels on cpu for torch.{dtype}: native, experimental")
 
 
 @pytest.mark.parametrize(("support", "change", "problem"), [
@@ -229,13 +228,37 @@ def test_kernels_that_are_wrong_or_do_not_run_are_replaced_by_atens_with_one_war
     monkeypatch.setattr(selection, "import_module", lambda name: SimpleNamespace(cuda_support=lambda device: support))
     ones = torch.ones(2, 3)
     with caplog.at_level(logging.INFO, "bagua_syncbn"):
-        assert check_transformed(ones) == (support > 0)
         for dtype in (torch.float32, torch.float16):
             assert selection.check_kernels(ones.to(dtype))
     (warning,) = recwarn
     assert str(warning.message).startswith(f"bagua_syncbn uses ATen's kernels on CUDA: {problem}")
     assert kernels == OPS
     assert f"ATen, because {problem}" in caplog.text
+
+
+def test_a_device_without_support_is_found_in_a_transformed_call(kernels, monkeypatch):
+    monkeypatch.setattr(selection, "import_module", lambda name: SimpleNamespace(cuda_support=lambda device: 2))
+    with pytest.warns(RuntimeWarning, match="were built for other GPUs"):
+        assert check_transformed(torch.ones(2, 3))
+    assert kernels == OPS
+
+
+@pytest.mark.parametrize(("first", "support", "problem"), [
+    ("eager", 0, "on H100, batch_norm_elemt for torch.float16 differs from float64 by .*[.]"),
+    ("eager", 2, "the CUDA kernels of this installation were built for other GPUs"),
+    ("transformed", 0, "on H100, batch_norm_elemt for torch.float16 differs from float64 by .*[.]"),
+])  # fmt: skip
+def test_kernels_that_other_calls_may_be_running_are_not_replaced(kernels, monkeypatch, first, support, problem):
+    """Replacing them would not wait for other threads, for example for replicas on other devices."""
+    ones = torch.ones(2, 3)
+    assert selection.check_kernels(ones) if first == "eager" else not check_transformed(ones)
+    monkeypatch.setattr(torch.ops, "bagua_syncbn", ops_with("batch_norm_elemt", torch.neg))
+    monkeypatch.setattr(selection, "import_module", lambda name: SimpleNamespace(cuda_support=lambda device: support))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=rf"^{problem}.*restart with BAGUA_SYNCBN_KERNELS=aten$"):
+            selection.check_kernels(ones.half())
+    assert kernels == []
+    assert selection.cuda_kernels().startswith("native")
 
 
 def test_a_first_call_in_a_capture_is_refused_if_kernels_need_a_comparison(kernels, monkeypatch):

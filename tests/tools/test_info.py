@@ -4,11 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import bagua_syncbn
+from bagua_syncbn import __main__
 from bagua_syncbn.__main__ import collect_info
 from tests.helpers.workers import run_fresh
 
@@ -33,6 +35,21 @@ def test_import_is_light_and_the_program_prints_all():
 def test_without_torch_importing_says_what_to_install():
     done = run_fresh("import sys; sys.modules['torch'] = None; import bagua_syncbn")
     assert "ModuleNotFoundError: bagua_syncbn needs PyTorch 2.10 or later: pip install torch" in done.stderr
+
+
+def test_a_device_whose_kernels_cannot_be_compared_is_reported_with_the_error(monkeypatch):
+    def check_kernels(input):
+        if input.dtype == (torch.float32, "cuda:0"):
+            raise RuntimeError("comparing the CUDA kernels failed")
+
+    monkeypatch.setattr(__main__, "check_kernels", check_kernels)
+    monkeypatch.setattr(__main__, "cuda_kernels", lambda: "native")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", "H100 {}".format)
+    monkeypatch.setattr(torch, "empty", lambda size, dtype, device: SimpleNamespace(dtype=(dtype, device)))
+    info = collect_info()
+    assert info["devices"] == ["cpu", "H100 0", "H100 1"]
+    assert info["cuda_kernels"] == ["cuda:0: comparing the CUDA kernels failed", "cuda:1: native"]
 
 
 @pytest.mark.parametrize("variable", ["KERNELS", "EXCHANGE", "CPU_CAPABILITY"])
