@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import ops
 from ..checks import named
 from ..functional import checks_of
-from ..groups import LOCAL, spec_of
+from ..groups import LOCAL
 from ..names import name_of
 from ..step.call import Call, Normalization, Statistics
 from ..step.derivatives import differentiable_batch_norm, gradients_of
@@ -23,7 +23,7 @@ from ..step.normalize import activation_args, epilogue_args
 from ..torch_internals.autograd import is_batched, is_transforming
 from .replicas import Replicas, TensorSequence, in_streams, stream_of
 
-_LOCAL_GROUP, _EXCHANGE = spec_of(LOCAL), Exchange(LOCAL)
+_EXCHANGE = Exchange(LOCAL)
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,18 +37,18 @@ class Replica:
     def __call__(self, go: Callable[[Call], Tensor], call: Call) -> Tensor:
         if not call.synchronizes or self.replicas.size == 1:
             return go(call)
-        if call.group.communicator().size > 1:
+        if call.has_mask:
+            raise RuntimeError(f"{name_of(call.layer)}: replicas take no masks; use one process for each device")
+        try:
+            checked = checks_of(call)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise named(error, call.layer) from None
+        if not checked.is_local:
             raise RuntimeError(
                 f"{name_of(call.layer)}: replicas cannot synchronize over several ranks; use one device per rank, or "
                 "process_group=bagua_syncbn.communicators.LOCAL to synchronize the replicas of each process"
             )
-        if call.has_mask:
-            raise RuntimeError(f"{name_of(call.layer)}: replicas take no masks; use one process for each device")
-        try:
-            options = checks_of(call._replace(group=_LOCAL_GROUP)).options
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise named(error, call.layer) from None
-        norm = Normalization(options, _EXCHANGE, call.layer)
+        norm = Normalization(checked.options, _EXCHANGE, call.layer)
         records = torch.is_grad_enabled()
         tensors = call[:4] if records else [tensor if tensor is None else tensor.detach() for tensor in call[:4]]
         row = ops.batch_norm_stats(call.input.detach())

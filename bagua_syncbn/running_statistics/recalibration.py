@@ -45,7 +45,8 @@ def recalibrate_statistics(
     names it.
 
     Parameters, modes, ``num_batches_tracked``, hooks, process groups and random states do not change; after an
-    exception, statistics do not either. Memory does not grow with the number of batches.
+    exception, statistics do not either. Tensors that are plain attributes keep what the forward writes. Memory does not
+    grow with the number of batches.
 
     Args:
         module: the converted model, wrapped or not.

@@ -96,9 +96,10 @@ def measure_batch_noise(
     independent values if its :math:`S` positions have correlation :math:`\rho` (Kish, *Survey Sampling*, 1965).
     Samples must be independent and shuffled, unlike video frames. Repeated calls of a layer count as more samples.
 
-    The model runs in evaluation mode, without communication. Its state and random states do not change. Ranks may have
-    different numbers of batches. Train a new model for some steps first: noise depends on parameters and running
-    statistics.
+    The model runs in evaluation mode, without communication. Parameters, buffers, modes and random states do not
+    change; tensors that are plain attributes keep what the forward writes, even if they share memory with a buffer.
+    Ranks may have different numbers of batches. Train a new model for some steps first: noise depends on parameters and
+    running statistics.
 
     Args:
         module: the model in training mode, wrapped or not, converted or not. Layers in evaluation mode are skipped.

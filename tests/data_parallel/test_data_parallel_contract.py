@@ -2,7 +2,6 @@
 
 import copy
 import gc
-from types import SimpleNamespace
 from weakref import ref
 
 import pytest
@@ -143,9 +142,14 @@ def test_compiled_modules_run_uncompiled_as_replicas():
     assert model[0][0].num_batches_tracked == 1
 
 
+class TwoRanks:
+    size, rank = 2, 0
+    all_gather = all_reduce = None
+
+
 def test_replicas_cannot_synchronize_over_ranks():
     layer = SynchronizedBatchNorm1d(3)
-    layer.process_group = SimpleNamespace(size=2, rank=0, all_gather=id, all_reduce=id)
+    layer.process_group = TwoRanks()
     model = parallel(layer, "cpu", 2)
     with pytest.raises(RuntimeError, match="SyncBatchNorm1d: replicas cannot synchronize over several ranks"):
         model(torch.randn(4, 3))
