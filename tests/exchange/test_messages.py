@@ -23,7 +23,7 @@ pytestmark = needs_shared_memory
 
 
 def messages_equal_collectives(places, dtype, values, beginners):
-    communicator, packed = over(places), torch.randn(values, dtype=dtype)
+    communicator, packed = over(places), torch.randn(values, dtype=dtype) + dist.get_rank()
     assert is_over(places, communicator)
     whole = TorchCommunicator(dist.group.WORLD)
 
