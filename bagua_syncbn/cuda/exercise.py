@@ -89,10 +89,11 @@ class Exercise:
         bias = None if number % 4 == 3 else self._of(self._some(channels, skip=91) - 1.5, dtype)
         activations = [(1 + (number + step) % len(ACTIVATIONS), 0.3) for step in (0, 3, 8)]
 
-        for positions in (None, mask):
-            yield Call("batch_norm_stats", (x, _CALLER, _CALL, positions))
+        masked = self._placed(x.masked_fill(~mask.unsqueeze(1), torch.nan), given)
+        for values, positions in ((x, None), (masked, mask)):
+            yield Call("batch_norm_stats", (values, _CALLER, _CALL, positions))
             if self.dtype != torch.float64 and number % 3 == 0:
-                yield Call("batch_norm_stats", (x, _FINGERPRINT, 0, positions, True))
+                yield Call("batch_norm_stats", (values, _FINGERPRINT, 0, positions, True))
         for epilogue in ((), (residual, *activations[0]), (residual,))[: 2 + (number % 4 == 0)]:
             yield Call("batch_norm_elemt", (x, weight, bias, mean, invstd, *epilogue))
         reduced = dy, x, mean, invstd, weight

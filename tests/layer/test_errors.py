@@ -115,7 +115,7 @@ CALLS = [
     (TypeError, "rule: " + NO_FUNCTION, lambda layer: masked(layer, MASK, rule="a").__enter__()),
     (TypeError, "filter: " + NO_FUNCTION, lambda layer: freeze_statistics(layer, "a")),
     (TypeError, "forward: " + NO_FUNCTION, lambda layer: recalibrate_statistics(layer, [], forward="a")),
-    (TypeError, "'NoneType' object is not iterable", lambda layer: recalibrate_statistics(layer, None)),
+    (TypeError, "batches: expected an iterable", lambda layer: recalibrate_statistics(layer, None)),
     (TypeError, "weight: expected a number, got str", lambda layer: merge_statistics(layer, weight="a")),
 ]
 
