@@ -105,8 +105,7 @@ class BuildKernels(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         extra = shlex.split(os.environ.get("BAGUA_SYNCBN_CXXFLAGS", ""))  # last, to override earlier flags
-        # Resolved: environments that link to the same torch share a compiler cache.
-        headers = [f"-isystem{(TORCH / 'include').resolve()}", f"-I{sysconfig.get_path('include')}"]
+        headers = [f"-isystem{TORCH / 'include'}", f"-I{sysconfig.get_path('include')}"]
         cpp = [*CXX, *CXX_FLAGS, *STABLE_ABI, *headers, *extra]
         cuda, linker = [], [*CXX, *extra]
         if KIND == "cuda":  # links with nvcc, which finds its static runtime

@@ -23,7 +23,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "bagua_syncbn", "csrc")
 SOURCES += ("Makefile", ".ci", "benchmarks", "examples")  # for commands.py
-FAST_BUILD = {"BAGUA_SYNCBN_CXXFLAGS": os.environ.get("BAGUA_SYNCBN_CXXFLAGS", "-O0"), "BAGUA_SYNCBN_CUDA_ARCHS": "90"}
+FAST_BUILD = {"BAGUA_SYNCBN_CXXFLAGS": "-O0", "BAGUA_SYNCBN_CUDA_ARCHS": "90"}
 NO_COMPILER = {"CXX": "no-such-compiler"}
 
 TRAIN = """
@@ -99,7 +99,7 @@ def copy_sources(directory: Path) -> Path:
 
 def run(command: list[str | Path], folder: Path, **environment: str) -> str:
     """Runs ``command`` in ``folder``; returns stderr and stdout."""
-    inherited = {name: value for name, value in os.environ.items() if name not in ("NVCC", "PYTHONPATH")}
+    inherited = {name: value for name, value in os.environ.items() if name not in ("CXX", "NVCC", "PYTHONPATH")}
     done = subprocess.run(command, cwd=folder, env=inherited | environment, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(map(str, command))}: expected exit status 0\n{done.stdout}{done.stderr}")
