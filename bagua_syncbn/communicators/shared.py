@@ -144,8 +144,10 @@ def _exchange_by_name(packed: Tensor, group: str, ranks: int, sums: bool) -> Ten
     try:
         for begun in communicator._begun[:]:  # messages of an eager call that raised
             begun.wait()
-        packed = packed.clone()  # the result must not be an input
-        return communicator.all_reduce(packed) if sums else communicator.all_gather(packed)  # type: ignore[no-any-return]
+        if sums:
+            # A copy, because the result must not be the input.
+            return communicator.all_reduce(packed.clone())  # type: ignore[no-any-return]
+        return communicator.all_gather(packed)  # type: ignore[no-any-return]
     except RuntimeError as error:
         raise RuntimeError(
             f"sync_batch_norm: collective failed in compiled code, on rank {communicator.rank} of {ranks}: "
