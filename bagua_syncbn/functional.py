@@ -80,7 +80,7 @@ def sync_batch_norm(
     With ``training=False``, the result equals :func:`torch.nn.functional.batch_norm` with the running statistics. No
     rank communicates.
 
-    Backward stores ``input`` and, with an activation, ``residual``; it recomputes the input of the activation.
+    Forward saves ``input`` and, with an activation, ``residual``; backward recomputes the input of the activation.
     Gradients are exact and can be differentiated again.
 
     Args:
@@ -129,7 +129,8 @@ def sync_batch_norm(
             :func:`torch.jit.trace` or ``torch.export`` traces training over several ranks; a checkpoint recomputes more
             calls than it ran.
 
-    All errors are raised before this rank waits for other ranks and before any buffer changes.
+    These errors are raised before this rank waits for its peers and before any buffer changes. See docs/reliability.md
+    for ranks that make different calls.
     """
     if training is not True:
         check_flag("training", training)

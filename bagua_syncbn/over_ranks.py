@@ -63,8 +63,8 @@ def mean_over_ranks(
     Raises:
         TypeError: ``values`` is not a floating point tensor of this rank, ``mask`` not a bool tensor, or ``count`` not
             a number; ``process_group`` has an unknown type.
-        ValueError: ``mask`` does not fit ``values``; ``values`` is a scalar, and
-            ``count`` is None; ``count`` is negative, not finite or not a single number; ``gradients`` is invalid.
+        ValueError: ``mask`` does not fit ``values``; ``values`` is a scalar, and ``count`` is None; ``count`` is
+            negative, not finite or not a single number; ``gradients`` is invalid.
         RuntimeError: ``mask`` is on another device; ranks make different calls, or a peer raised.
 
     Example::

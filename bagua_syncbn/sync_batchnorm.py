@@ -55,7 +55,7 @@ class SyncBatchNorm(_BatchNorm):
     Args:
         num_features, eps, momentum, affine, track_running_stats, device, dtype, bias: as in
             :class:`torch.nn.BatchNorm2d`; without ``bias``, the layer has no :math:`\beta`.
-        process_group: ranks to synchronize with. A copied or loaded layer holds the ranks of the group instead of the
+        process_group: ranks to synchronize with. A layer loaded from a file holds the ranks of the group instead of the
             group.
         eps_mode, skip_nonfinite, activation: also attributes. The attribute of the activation is ``fused_activation``,
             because converted classes may have a module named ``activation``.

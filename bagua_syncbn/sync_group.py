@@ -15,13 +15,14 @@ def sync_group(process_group: Any) -> Any:
 
     Args:
         process_group: an int for that many consecutive ranks, ``"node"`` for the ranks of this host, a list of lists of
-            ranks, or a 1-D :class:`torch.distributed.device_mesh.DeviceMesh`.
+            ranks, a 1-D :class:`torch.distributed.device_mesh.DeviceMesh`, a group, or None for all ranks.
 
     Returns:
-        A :class:`torch.distributed.ProcessGroup`: the default group if it has the same ranks. None without a job.
+        A :class:`torch.distributed.ProcessGroup`: the default group if it has the same ranks. None, which torch takes
+        as the default group, if ``process_group`` is None or there is no job.
 
     Raises:
-        TypeError: ``process_group`` has an unsupported type.
+        TypeError: ``process_group`` has an unsupported type, or is a Communicator or a group of Bagua.
         ValueError: the number does not divide the job's ranks; the lists do not contain each rank of the job exactly
             once; ranks have different descriptions.
 

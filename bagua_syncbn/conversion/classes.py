@@ -65,7 +65,7 @@ def _namespace(cls: type[nn.Module]) -> dict[str, Any]:
 
 
 class _WithoutTorchsSync(type):
-    """Metaclass that leaves ``nn.SyncBatchNorm`` out of the bases: DistributedDataParallel rejects it on CPU."""
+    """Metaclass that omits ``nn.SyncBatchNorm`` from the MRO: DistributedDataParallel rejects it on CPU."""
 
     def mro(cls) -> list[type]:
         return [base for base in super().mro() if base is not nn.SyncBatchNorm]

@@ -30,7 +30,7 @@ from .report import FOREIGN, conversion_report
 _Module = TypeVar("_Module", bound=nn.Module)
 
 undo_hooks: Registry[Callable[[nn.Module], None]] = Registry()
-"""Each undoes another module's change of a model, before revert changes the layers' classes."""
+"""Called with the model before revert changes classes; each undoes a change by another part of the package."""
 
 
 def convert_sync_batchnorm(

@@ -16,7 +16,7 @@ CHECKED_AT_ONCE = ("cpu",)
 
 
 class FaultRecord:
-    """Host memory where ops of a group on one type of device record faults; see ``docs/design.md``."""
+    """Host memory where a group's ops on one type of device record faults; see ``docs/design.md``."""
 
     def __init__(self, device_type: str, recent: Collection[tuple[int, CallSignature]]) -> None:
         self.is_checked_at_once, self._recent = device_type in CHECKED_AT_ONCE, recent

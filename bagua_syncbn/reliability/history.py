@@ -63,7 +63,7 @@ class CallHistory:
         self.number = self.calls % (ops.WORD - 1) + 1
 
     def numbered(self, name: str, owner: object, kind: str) -> str:
-        """Appends "#2" or higher to ``name`` if its model or layer is not the first of this ``kind`` to make a call."""
+        """Appends "#2" or higher to ``name`` if ``owner`` is not the first of this ``kind`` to make a call."""
         number: int | None = self._numbers.get(owner)
         if number is None:
             self._callers[kind] += 1

@@ -31,7 +31,7 @@ def word_of(text: str) -> int:
 
 
 def exact_bits(ranks: int) -> int:
-    """Returns a mask for fingerprints, in three parts whose header sums over ``ranks`` are exact in float32.
+    """Returns a mask that shortens a fingerprint's three parts, so that float32 sums over ``ranks`` are exact.
 
     Fingerprints are hashes of tuples of integers, which are equal in all processes.
     """

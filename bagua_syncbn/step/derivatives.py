@@ -126,7 +126,7 @@ class _Merged(torch.autograd.Function):
             return None, None, None
         input, mean, invstd, count = ctx.saved_tensors
         tangent = _cleared(tangent, ctx.norm)
-        # Both: NaN at a masked position times a tangent of 0 is NaN.
+        # Clears both factors, because NaN times 0 is NaN.
         centered = _cleared(input - ops.per_channel(mean, input), ctx.norm)
         dims = ops.reduced_dims(input)
         total = _all_reduce(torch.cat([tangent.sum(dims), (centered * tangent).sum(dims)]), ctx.norm) / count

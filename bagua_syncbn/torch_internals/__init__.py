@@ -1,1 +1,1 @@
-"""All uses of undocumented parts of torch."""
+"""All calls of undocumented torch functions."""

@@ -1,4 +1,4 @@
-"""Process groups of torch.distributed, for torch 2.10 to 2.13."""
+"""Process groups of torch.distributed."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
