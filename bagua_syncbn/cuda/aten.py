@@ -70,7 +70,7 @@ def batch_norm_elemt(
     if not _takes(options, input, weight, bias, mean, invstd):
         return reference.batch_norm_elemt(input, weight, bias, mean, invstd, *options)
     weight, bias = _parameter(weight, mean), _parameter(bias, mean)
-    return torch.batch_norm_elemt(input, weight, bias, mean, invstd, 0.0)  # the last result is not used
+    return torch.batch_norm_elemt(input, weight, bias, mean, invstd, 0.0)  # eps is not used
 
 
 def batch_norm_backward_reduce(

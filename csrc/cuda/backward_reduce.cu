@@ -99,18 +99,13 @@ __global__ void __launch_bounds__(kThreads)
 void backward_reduce(const void* dy, const void* x, void* grad_buffer, DType dtype, const Geometry& g,
                      const BackwardReduceArguments& arguments, const Epilogue& epilogue, Device& device) {
   const auto or_x = [&](const void* tensor) { return tensor == nullptr ? x : tensor; };
-  const auto merge = [&](auto value, int64_t parts, const SumsPart* sums) {
-    using A = Accumulate<decltype(value)>;
-    launch_merge<merge_sums<A>>(device, g.channels, parts, sums, g.channels, arguments);
-  };
-  if (g.rows() == 0) return dispatch(dtype, [&](auto value) { merge(value, 0, nullptr); });
   const std::initializer_list<const void*> tensors = {dy, x, or_x(epilogue.residual), or_x(grad_buffer)};
   const auto start = [&](auto traits, const auto& plan) {
     using Chosen = decltype(traits);
     SumsPart* const parts = allocate_parts<SumsPart>(device, plan);
     Kernel<backward_reduce_kernel<Chosen>>::launch(plan.grid(), plan.block(), device.stream, plan, dy, x, grad_buffer,
                                                    arguments, epilogue.residual, epilogue.act, parts);
-    if (parts != nullptr) merge(typename Chosen::T(), plan.parts, parts);
+    if (parts != nullptr) launch_merge<merge_sums<typename Chosen::A>>(device, plan, parts, arguments);
   };
   const bool activates = epilogue.act.code != 0 || grad_buffer != nullptr;
   if (activates) return choose_kernel<Op::kBackwardReduce, false, true>(dtype, g, tensors, start);

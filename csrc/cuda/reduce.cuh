@@ -86,11 +86,11 @@ Part* allocate_parts(Device& device, const Plan& plan) {
   return reinterpret_cast<Part*>(device.allocate(plan.parts * plan.channels * (sizeof(Part) / sizeof(double))));
 }
 
-// Launches kMerge, with a block per channel, to merge `parts` results. With zero parts, it writes the results of an
-// empty input.
-template <auto kMerge, typename... Arguments>
-void launch_merge(const Device& device, int64_t channels, int64_t parts, const Arguments&... arguments) {
-  Kernel<kMerge>::launch({channels, 1}, {power_of_two(parts, kWarp, kThreads), 1}, device.stream, parts, arguments...);
+// Launches kMerge, with a block per channel, to merge the parts' results.
+template <auto kMerge, typename Plan, typename Part, typename... Arguments>
+void launch_merge(const Device& device, const Plan& plan, const Part* parts, const Arguments&... arguments) {
+  const Extent threads{power_of_two(plan.parts, kWarp, kThreads), 1};
+  Kernel<kMerge>::launch({plan.channels, 1}, threads, device.stream, plan.parts, parts, plan.channels, arguments...);
 }
 
 }  // namespace bagua_syncbn::cuda

@@ -29,14 +29,14 @@ constexpr int kReducedBytes = 64;
 constexpr int64_t kElementBlocks = 4096;
 constexpr int64_t kReduceBlocks = 528;
 constexpr int64_t kReduceRowBlocks = 396;
-// Two blocks per multiprocessor. With fewer blocks, parts get smaller, down to a batch per thread.
+// Two blocks per multiprocessor. Launches of fewer blocks use smaller parts, down to a batch per thread.
 constexpr int64_t kFewBlocks = 264;
 // Vectors that a thread loads before it uses the first value.
 constexpr int kBatch = 4;
-// Minimum slots per thread and part, if there are kFewBlocks blocks.
+// Minimum slots per thread and part, unless smaller parts are needed for kFewBlocks blocks.
 constexpr int64_t kFewestSlots = kBatch + kBatch / 2;
-// Limits the values of a planar row, the slots of a planar channel and the rows of an interleaved part, so that a
-// thread needs only 32-bit indices.
+// Maximum values per planar row, slots per planar channel, and rows per interleaved part: a thread needs only 32-bit
+// indices.
 constexpr int64_t kMost = int64_t(1) << 30;
 
 inline void expect(bool success, const char* problem) {
@@ -148,7 +148,8 @@ inline bool takes_vectors(const Geometry& g, int64_t value_size, std::initialize
 
 inline Planar split_planar(const Geometry& g, int64_t width, int misaligned, bool reduces) {
   const bool aligned = misaligned == 0 && g.inner % width == 0;
-  const int64_t slots = aligned ? g.inner / width : ceil_div(g.inner + width - 1, width), all = g.batch * slots;
+  const int64_t per_row = aligned ? g.inner / width : ceil_div(g.inner + width - 1, width);
+  const int64_t slots = std::max<int64_t>(1, per_row), all = g.batch * slots;  // rows may be empty
   expect(g.inner <= kMost && g.batch < kMost && all < kMost, "more than 2^30 values in a row, or slots in a channel");
   Planar plan{g.channels, g.inner, slots, parts_of(g.channels, all / kThreads, width, reduces), kThreads};
   // Uses small blocks if they fill the card, so that each thread has enough work.

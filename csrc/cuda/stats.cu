@@ -74,14 +74,14 @@ __global__ void __launch_bounds__(kThreads, Traits::resident())
   }
 }
 
-// Sums over parts, relative to the first part's mean: the variance of equal values is exactly 0.
+// Sums over parts, relative to the mean of the first part with values: the variance of equal values is exactly 0.
 template <typename A>
 __global__ void __launch_bounds__(kThreads)
     merge_stats(int64_t count, const StatsPart* parts, int64_t channels, void* packed, Header header) {
   const StatsPart* own = parts + blockIdx.x * count;
   int64_t first = 0;
   while (first + 1 < count && own[first].count == 0) ++first;
-  const double origin = count > 0 ? own[first].mean : 0;
+  const double origin = own[first].mean;
   Sums<double, 1> values{}, squares{};
   for (int64_t p = threadIdx.x; p < count; p += blockDim.x) {
     const double weight = own[p].count, difference = own[p].mean - origin;
@@ -101,17 +101,12 @@ __global__ void __launch_bounds__(kThreads)
 
 void stats(const void* x, DType dtype, const Geometry& g, const uint8_t* mask, void* packed, const Header& header,
            Device& device) {
-  const auto merge = [&](auto value, int64_t parts, const StatsPart* moments) {
-    using A = Accumulate<decltype(value)>;
-    launch_merge<merge_stats<A>>(device, g.channels, parts, moments, g.channels, packed, header);
-  };
-  if (g.rows() == 0) return dispatch(dtype, [&](auto value) { merge(value, 0, nullptr); });
   const auto start = [&](auto traits, const auto& plan) {
     using Chosen = decltype(traits);
     StatsPart* const parts = allocate_parts<StatsPart>(device, plan);
     Kernel<stats_kernel<Chosen>>::launch(plan.grid(), plan.block(), device.stream, plan, x, mask, parts, packed,
                                          header);
-    if (parts != nullptr) merge(typename Chosen::T(), plan.parts, parts);
+    if (parts != nullptr) launch_merge<merge_stats<typename Chosen::A>>(device, plan, parts, packed, header);
   };
   if (mask != nullptr) return choose_kernel<Op::kStats, true, false>(dtype, g, {x}, start);
   choose_kernel<Op::kStats, false, false>(dtype, g, {x}, start);
