@@ -58,9 +58,10 @@ def find_torch() -> Path | None:
     if spec := find_spec("torch"):
         return Path(spec.origin).parent
     outside = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONNOUSERSITE")}
-    folders = [Path(sys.executable).parent, *map(Path, os.get_exec_path()), ROOT / ".venv" / "bin"]
+    folders = [*os.get_exec_path(), ROOT / ".venv" / "bin"]
     code = "from importlib.util import find_spec; print(find_spec('torch').origin)"
-    found = (line for folder in folders for line in output_of([folder / "python", "-c", code], outside))
+    pythons = sys.executable, *(Path(folder, "python3") for folder in folders)
+    found = (line for python in pythons for line in output_of([python, "-c", code], outside))
     return next((Path(line).parent for line in found), None)
 
 
@@ -72,8 +73,9 @@ def choose_archs() -> list[str]:
     if chosen in ("", "all", "native"):
         query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
         here = {line.replace(".", "") for line in output_of(query)} if chosen != "all" else set()
-        supported = [arch for arch in CUDA_ARCHS if arch in known]
-        return [arch for arch in known if arch in here] or supported if here or chosen != "native" else []
+        if chosen == "native" and not here:
+            return []
+        return [arch for arch in known if arch in here] or [arch for arch in CUDA_ARCHS if arch in known]
     archs = {re.sub(r"^(sm_|compute_)|\.|\+ptx$", "", name) for name in re.split(r"[;,\s]+", chosen) if name}
     if refused := [arch for arch in archs if not re.fullmatch(f"({'|'.join(known)})[af]?", arch)]:
         raise SystemExit(
@@ -177,5 +179,6 @@ sources = [str(path.relative_to(ROOT)) for path in paths]
 setup(
     ext_modules=[Extension("bagua_syncbn._C", sources, py_limited_api=True)] if sources else [],
     cmdclass={"build_ext": BuildKernels, "build_py": BuildPackage},
+    # Raises on free-threaded Python, which gets no sources.
     options={"bdist_wheel": {"py_limited_api": "cp310"}} if sources else {},
 )

@@ -41,12 +41,20 @@ runpy.run_path("setup.py")
 """
 
 
+# Without the variables that setup.py reads.
+ENVIRONMENT = {
+    name: value
+    for name, value in os.environ.items()
+    if name not in ("CXX", "NVCC", "CUDA_HOME", "TORCH_CUDA_ARCH_LIST") and not name.startswith("BAGUA_SYNCBN")
+}
+
+
 def decide(checkout, platform=sys.platform, python=sys.executable, isolated="", **environment):
     """Runs setup.py without compiling. Returns the exit status, the output and build_info.json."""
     result = subprocess.run(
         [sys.executable, "-c", SETUP, platform, python, isolated, "setup.py", "build_py", "--build-lib", "lib"],
         cwd=checkout,
-        env={key: value for key, value in os.environ.items() if key not in ("CXX", "NVCC")} | environment,
+        env=ENVIRONMENT | environment,
         capture_output=True,
         text=True,
     )
@@ -81,10 +89,13 @@ def test_an_isolated_build_finds_torch(checkout, tmp_path):
     status, _, info = decide(checkout, isolated="yes", python="/nowhere/python", PATH="/nowhere")
     assert (status, info["build_reason"]) == (0, "no torch 2.10 or later and no compiler")
     write_torch(tmp_path, "2.11.0")
-    for folder in (checkout / ".venv" / "bin", tmp_path / "bin"):
-        python = Path(write_tool(folder / "python", f"echo {tmp_path}/site/torch/__init__.py"))
-        path = f"{tmp_path}/bin:/usr/bin:/bin"
-        assert decide(checkout, isolated="yes", python="/nowhere/python", PATH=path)[2]["build_torch"] == "2.11.0"
+    find = f'[ -z "$PYTHONPATH$PYTHONNOUSERSITE" ] && echo {tmp_path}/site/torch/__init__.py'
+    isolation = {"PYTHONPATH": "/nowhere", "PYTHONNOUSERSITE": "1", "PATH": f"{tmp_path}/bin:/usr/bin:/bin"}
+    own = tmp_path / "own" / "python3.13"
+    for python in (own, checkout / ".venv" / "bin" / "python3", tmp_path / "bin" / "python3"):
+        write_tool(python, find)
+        info = decide(checkout, isolated="yes", python=str(own), **isolation)[2]
+        assert info["build_torch"] == "2.11.0", python
         python.unlink()
 
 
@@ -100,6 +111,8 @@ CPU_TORCH, ROCM_TORCH = {"cuda": None}, {"cuda": None, "hip": "6.4"}
     ({}, {}, "12.3", "cpu: no nvcc 12.4 or later (found 12.3)"),
     ({}, {}, "12.4", "cuda: found all tools"),
     # CUDA kernels are built for a CPU build of torch only on request (for another machine), and never for ROCm.
+    ({}, CPU_TORCH, "13.0", "cpu: no torch for CUDA"),
+    ({"BAGUA_SYNCBN_CUDA_ARCHS": ""}, CPU_TORCH, "13.0", "cpu: no torch for CUDA"),
     ({"BAGUA_SYNCBN_CUDA_ARCHS": "native"}, CPU_TORCH, "13.0", "cpu: no torch for CUDA and no GPU"),
     ({"BAGUA_SYNCBN_CUDA_ARCHS": "all"}, CPU_TORCH, "13.0", "cuda: found all tools"),
     ({"BAGUA_SYNCBN_BUILD": "cuda"}, CPU_TORCH, "13.0", "cuda: BAGUA_SYNCBN_BUILD=cuda"),
@@ -145,7 +158,8 @@ def test_the_compiler_may_have_a_launcher(checkout, tmp_path):
 def cuda_tools(tmp_path):
     """A fake nvcc that supports some GPUs, and a torch for CUDA."""
     known = '[ "$1" = --list-gpu-code ] && echo sm_70 sm_80 sm_89 sm_90 sm_120 || echo release 12.8'
-    return write_torch(tmp_path) | {"NVCC": write_tool(tmp_path / "cuda" / "bin" / "nvcc", known)}
+    write_tool(tmp_path / "cuda" / "bin" / "nvcc", known)
+    return write_torch(tmp_path) | {"CUDA_HOME": str(tmp_path / "cuda")}
 
 
 @pytest.mark.parametrize(("seen", "chosen", "archs"), [
@@ -184,15 +198,32 @@ def test_common_spellings_of_architectures_are_accepted_and_others_refused(check
         assert re.search(archs, output)
 
 
-@pytest.mark.parametrize(("archs", "ptx"), [("80;90a", "90"), ("70;80", "80"), ("120", "90")])
-def test_newer_gpus_get_ptx_that_they_can_compile(checkout, tmp_path, cuda_tools, archs, ptx):
-    log = tmp_path / "log"
-    nvcc = Path(cuda_tools["NVCC"])
-    nvcc.write_text(nvcc.read_text().replace("|| echo", f'|| echo "$@" | tee -a {log}; echo'))
-    environment = {"CXX": "echo", "BAGUA_SYNCBN_CUDA_ARCHS": archs, "BAGUA_SYNCBN_BUILD": "cuda"}
+def commands_of(checkout, **environment):
+    """Builds with compilers that only log their arguments. Returns the log's lines."""
+    log = checkout / "log"
+    write_tool(checkout / "c++", f'echo "$@" >>{log}; echo a compiler')
+    nvcc = Path(environment["CUDA_HOME"], "bin", "nvcc")
+    nvcc.write_text(nvcc.read_text().replace("|| echo", f'|| echo "$@" >>{log}; echo'))
     command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", "lib", "--build-temp", "temp"]
-    subprocess.run(command, cwd=checkout, env=os.environ | cuda_tools | environment, check=True)
-    assert set(re.findall(r"code=compute_(\w+)", log.read_text())) == {ptx}
+    subprocess.run(command, cwd=checkout, env=ENVIRONMENT | environment | {"CXX": f"{checkout}/c++"}, check=True)
+    return [line for line in log.read_text().splitlines() if not line.startswith("--")]
+
+
+@pytest.mark.parametrize(("archs", "ptx"), [("80;90a", "90"), ("70;80", "80"), ("120", "90")])
+def test_newer_gpus_get_ptx_that_they_can_compile(checkout, cuda_tools, archs, ptx):
+    commands = commands_of(checkout, **cuda_tools, BAGUA_SYNCBN_CUDA_ARCHS=archs, BAGUA_SYNCBN_BUILD="cuda")
+    assert {code for line in commands for code in re.findall(r"code=compute_(\w+)", line)} == {ptx}
+
+
+@pytest.mark.parametrize("build", ["cpu", "cuda"])
+def test_a_build_compiles_its_sources_with_additional_flags_last(checkout, cuda_tools, build):
+    commands = commands_of(checkout, **cuda_tools, BAGUA_SYNCBN_BUILD=build, BAGUA_SYNCBN_CXXFLAGS="-O1")
+    compiled = [line.split(" -c ")[1].split()[0] for line in commands if " -c " in line]
+    paths = (str(path.relative_to(checkout)) for path in checkout.glob("csrc/**/*.c*") if path.suffix != ".cuh")
+    programs = {"csrc/cuda/check.cu"}
+    expected = {path for path in paths if build == "cuda" or "/cuda/" not in path} - programs
+    assert sorted(compiled) == sorted(expected)
+    assert all(line.rindex("-O1") > line.index("-O3") for line in commands if ".cpp " in line and " -c " in line)
 
 
 def test_a_free_threaded_python_gets_no_kernels(checkout, monkeypatch):
