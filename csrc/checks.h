@@ -9,7 +9,7 @@
 
 namespace bagua_syncbn {
 
-// (2, 3, 4)
+// Returns sizes as text, such as (2, 3, 4).
 inline std::string sizes_of(const Tensor& tensor) {
   std::string sizes = "(";
   for (int64_t dim = 0; dim < tensor.dim(); ++dim) sizes += (dim ? ", " : "") + std::to_string(tensor.size(dim));
@@ -60,7 +60,7 @@ inline int64_t* fault_record(const OptionalTensor& fault) {
   return static_cast<int64_t*>(fault->mutable_data_ptr());
 }
 
-// Returns the header of a row: the 24-bit halves of `caller` (kind of layer, options), and the call. Empty for None.
+// Returns the header of a row: the 24-bit halves of `caller` (layer, options), and the call. Empty for None.
 inline Header row_header(std::optional<int64_t> caller, int64_t call) {
   if (!caller) return {};
   return {kRowHeader,

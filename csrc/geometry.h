@@ -53,7 +53,7 @@ inline OptionalTensor with_layout_of(const DenseInput& input, const OptionalTens
   return tensor ? std::optional(with_layout_of(input, *tensor, name)) : std::nullopt;
 }
 
-// Returns `result`, or a copy with the strides of `empty_like(input)`.
+// Returns `result`; if `input` was copied, a copy with the strides of `empty_like(input)`.
 inline Tensor with_strides_of(const Tensor& result, const DenseInput& dense, const Tensor& input) {
   if (dense.tensor.get() == input.get()) return result;
   Tensor output = allocate_by([](const Tensor& like) { return torch::stable::empty_like(like); }, input);

@@ -34,15 +34,15 @@ inline Epilogue epilogue_of(const OptionalTensor& residual, int64_t activation, 
 
 template <typename Device>
 Tensor batch_norm_stats(const Tensor& input, std::optional<int64_t> caller, int64_t call, const OptionalTensor& mask,
-                        bool uses_sums) {
+                        bool summable) {
   const DType dtype = check_input(input);
-  const Header header = uses_sums ? sums_header(caller.value_or(0)) : row_header(caller, call);
+  const Header header = summable ? sums_header(caller.value_or(0)) : row_header(caller, call);
   const DenseInput dense = to_dense(input);
   const Geometry& g = dense.geometry;
   const uint8_t* valid = valid_positions(mask, g.rows(), input);
-  const int64_t size = uses_sums ? sums_size_of(g.channels) : row_size_of(g.channels, header.size);
-  const ScalarType of_packed = uses_sums ? ScalarType::Double : accumulate_type(scalar_type(input));
-  Tensor packed = allocate_vector(size, of_packed, input);
+  const int64_t size = summable ? sums_size_of(g.channels) : row_size_of(g.channels, header.size);
+  const ScalarType packed_dtype = summable ? ScalarType::Double : accumulate_type(scalar_type(input));
+  Tensor packed = allocate_vector(size, packed_dtype, input);
   Device device(input);
   stats(dense.tensor.const_data_ptr(), dtype, g, valid, packed.mutable_data_ptr(), header, device);
   return packed;
@@ -73,9 +73,9 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(Tensor gathered, cons
   check(!tracks || has_factor, "num_batches_tracked", "a tensor, because momentum is None", "None");
   const auto buffer = [&](const OptionalTensor& running, const char* name) {
     if (!tracks) return MutablePerChannel{};
-    const DType of_buffer = check_channels(*running, name, channels, gathered);
+    const DType buffer_dtype = check_channels(*running, name, channels, gathered);
     check(running->is_contiguous(), name, "a contiguous tensor", "a strided one");
-    return holds_buffers ? MutablePerChannel{} : MutablePerChannel{running->mutable_data_ptr(), of_buffer};
+    return holds_buffers ? MutablePerChannel{} : MutablePerChannel{running->mutable_data_ptr(), buffer_dtype};
   };
   const MutablePerChannel mean_buffer = buffer(running_mean, "running_mean");
   const MutablePerChannel var_buffer = buffer(running_var, "running_var");
