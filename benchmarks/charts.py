@@ -35,7 +35,9 @@ def peers(results: Results, path: Path, source: str) -> bool:
         return False
     chosen.sort(key=elements)
     note = f"{where(results)}; medians and quartiles of the rounds"
-    with chart(path, "A step over two ranks, in steps of nn.BatchNorm", note, source, _ROW * len(chosen), 130) as axes:
+    with chart(
+        path, "Step time over two ranks, relative to nn.BatchNorm", note, source, _ROW * len(chosen), 130
+    ) as axes:
         axes.set_xscale("log", base=2)
         axes.axvline(1, color=COLORS["text"], linewidth=1)
         ends = []
@@ -80,8 +82,8 @@ def large(results: Results, path: Path, source: str) -> bool:
     if not measured:
         return False
     ranks = [case["group"] for case in measured]
-    note = "microseconds over ranks: the host as measured; dotted, messages by arithmetic"
-    with chart(path, "A step of a layer as its group grows", note, source, 260, 60) as axes:
+    note = "microseconds over ranks; solid: measured host time, dotted: calculated message time"
+    with chart(path, "Step time of a layer by group size", note, source, 260, 60) as axes:
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.grid(axis="y")

@@ -21,7 +21,7 @@ _WINDOW = 12
 
 def draw(results: dict[str, Any], path: Path) -> None:
     title = "Four synchronized ranks train like one process"
-    note = f"handwritten digits, 8 images a step in all; training loss over steps, means of {_WINDOW}"
+    note = f"handwritten digits, 8 images per step in total; training loss, means over {_WINDOW} steps"
     with chart(path, title, note, "make demo", 190, 34) as axes:
         for name, (label, style) in _RUNS.items():
             losses = results[name]["losses"]

@@ -65,7 +65,7 @@ def library():
 
 
 @pytest.fixture(autouse=True)
-def begun_anew():
+def reset_state():
     torch.manual_seed(0)
     forget_compilations()
 

@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from . import anew, compiled, exchange, gpu, host, large, layers, local, ops, stored, training
+from . import compiled, exchange, gpu, host, large, layers, local, ops, recomputed, stored, training
 
 IN_ONE_PROCESS: dict[str, Any] = {
     "ops": ops,
     "local": local,
     "host": host,
     "stored": stored,
-    "anew": anew,
+    "recomputed": recomputed,
     "large": large,
     "gpu": gpu,
 }

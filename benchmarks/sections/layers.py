@@ -53,7 +53,7 @@ _MEASURED_IN_FULL = (32, 256, 56, 56)
 
 def cases(job: dict[str, Any], world_size: int) -> list[tuple[Shape, str, int]]:
     """Returns shape, layout and threads of each case. Includes interleaved layouts on two ranks, and several threads on
-    one and two ranks, which would leave cores idle."""
+    one and two ranks, which would otherwise leave cores idle."""
     chosen = []
     for shape in map(tuple, job["shapes"] or SHAPES):
         huge = math.prod(shape) >= _HUGE and shape != _MEASURED_IN_FULL
@@ -118,9 +118,9 @@ def summary_table(results: Results) -> str:
     rows = [[what, *(_over(chosen, name) for name in peers)] for what, chosen in kinds.items()]
     if times := step_times(results).get(2):
         steps = [f"{median(times[name]) / median(times['local']):.2f}" for name in peers]
-        rows.insert(0, ["a small ResNet, 64 images in all", *steps])
+        rows.insert(0, ["a small ResNet, 64 images in total", *steps])
     names = ["bagua_syncbn" if name == "ours" else name for name in peers]
-    header = ["a step over two ranks, in steps of nn.BatchNorm", *names]
+    header = ["step time over two ranks, relative to nn.BatchNorm", *names]
     return f"{table(header, rows)}\n\n{where(results)}; small messages {results['settings']['exchange']}."
 
 

@@ -1,4 +1,4 @@
-"""Section anew: a step with recomputed outputs, compared with stored outputs."""
+"""Section recomputed: a step with recomputed outputs, compared with stored outputs."""
 
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ def measure(name: str, job: dict[str, Any]) -> Case:
     return case | (time_workload(workload, job) if workload else {})
 
 
-def anew_table(results: Results) -> str:
+def recomputed_table(results: Results) -> str:
     """Step time with recomputed outputs over step time with stored outputs: ratios within a round."""
 
     def row(case: Case) -> list[str]:
@@ -27,7 +27,7 @@ def anew_table(results: Results) -> str:
             return [case["network"], case["skipped"], ""]
         return [case["network"], shape_of(case), spread(ratios(case, "recomputed", "fused"))]
 
-    return table(["network", "batch", "step recomputed / fused"], map(row, of_section(results, "anew")))
+    return table(["network", "batch", "step recomputed / fused"], map(row, of_section(results, "recomputed")))
 
 
-TABLES = {"anew": anew_table}
+TABLES = {"recomputed": recomputed_table}

@@ -135,7 +135,7 @@ def measure(name: str, job: dict[str, Any]) -> Case:
 
 
 def stored_table(results: Results) -> str:
-    """Memory that a forward pass stores for backward, and the peak of a step: MiB with torch's layers, and shares of it
+    """Memory that a forward pass stores for backward, and the peak of a step: MiB with torch's layers, and its share
     with in-place activations, with fused activations, and with recomputed outputs.
     """
 

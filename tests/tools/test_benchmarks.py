@@ -46,7 +46,7 @@ def test_a_run_measures_every_case_and_shows_its_tables(tmp_path):
 
     output, threads = tmp_path / "results.json", torch.get_num_threads()
     arguments = ["--quick", "--seconds", "0.001", "--shapes", "2x3x4x4", "5x6", "--ranks", "2", "--default-malloc"]
-    arguments += ["--sections", "ops", "local", "host", "stored", "anew", "large", "gpu", "exchange", "layers"]
+    arguments += ["--sections", "ops", "local", "host", "stored", "recomputed", "large", "gpu", "exchange", "layers"]
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as shown:
         patch.setattr(sys, "argv", ["benchmarks", *arguments, "--output", str(output)])
         benchmarks.__main__.main()
