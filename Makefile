@@ -33,7 +33,7 @@ demo: $(VENV)/installed-demo ## train on real data: one process, four synchroniz
 # since collecting all tests takes ten seconds. The second pass runs even if the first fails. pytest exits with 5 if ARGS
 # selects no test.
 REFERENCE_TOO := tests/contract tests/ops
-# Three tests at a time, since those with ranks often wait. Threads that wait for work leave the cores to others.
+# Three tests at a time, because tests with ranks often wait. Idle OpenMP threads must not spin.
 TEST_JOBS ?= 3
 PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal
 test: $(VENV)/installed-test ## tests without a GPU; ARGS='-k masks' selects tests
@@ -99,8 +99,8 @@ bench-docs: $(VENV)/installed-bench ## updates docs/benchmarks.md from recorded 
 GPU_PYTHON ?= python3
 GPU_NEEDS := 'torch>=2.10' 'setuptools>=77' pytest 'pytest-timeout>=2.3'
 GPU_LIB := $(CURDIR)/build/gpu/lib
-# From a folder with the built package, without its sources. Without TF32, whose errors exceed tolerances. NCCL and gloo use
-# the loopback interface.
+# Runs in a folder with the built package but without its sources. Turns off TF32, whose errors exceed the tolerances. NCCL and
+# gloo use the loopback interface.
 GPU_RUN = cd $(GPU_LIB) && PYTHONPATH=$(GPU_LIB):$(CURDIR) FAIL_WITHOUT_CUDA=1 NVIDIA_TF32_OVERRIDE=0 \
 	NCCL_SOCKET_IFNAME=lo GLOO_SOCKET_IFNAME=lo MASTER_ADDR=127.0.0.1
 GPU_PYTEST := $(GPU_PYTHON) -m pytest -m gpu -p no:cacheprovider $(ARGS)

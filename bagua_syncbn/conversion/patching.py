@@ -10,7 +10,7 @@ from torch import nn
 from .classes import synchronized_class
 from .convert import change_class, convert_sync_batchnorm
 
-_torchs_init = nn.SyncBatchNorm.__init__
+_original_init = nn.SyncBatchNorm.__init__
 
 
 def patch_torch_converter() -> ExitStack:
@@ -40,9 +40,9 @@ def patch_torch_converter() -> ExitStack:
     return patch
 
 
-@functools.wraps(_torchs_init)
+@functools.wraps(_original_init)
 def _init(layer: nn.SyncBatchNorm, *args: Any, **kwargs: Any) -> None:
-    _torchs_init(layer, *args, **kwargs)
+    _original_init(layer, *args, **kwargs)
     change_class(layer, synchronized_class(type(layer)))
 
 

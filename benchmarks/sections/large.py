@@ -31,7 +31,7 @@ RULES = {
 }
 
 
-class Alike:
+class InstantPeers:
     """A communicator with simulated peers that instantly send the same messages; records each message's kind and
     size."""
 
@@ -77,24 +77,24 @@ def _merge_means(total: Tensor, count: Tensor) -> Merged:
     return mean, square - mean.square(), count
 
 
-def _torchs(x: Tensor, alike: Alike) -> Callable[[], Merged]:
+def _torchs(x: Tensor, peers: InstantPeers) -> Callable[[], Merged]:
     """Gathers mean, inverse deviation and count."""
     var, mean = torch.var_mean(x, 0, correction=0)
-    rows = alike.all_gather(torch.cat([mean, (var + _EPS).rsqrt(), x.new_full((1,), len(x))]))
+    rows = peers.all_gather(torch.cat([mean, (var + _EPS).rsqrt(), x.new_full((1,), len(x))]))
     return lambda: _merge_rows(rows)
 
 
-def _fairscales(x: Tensor, alike: Alike) -> Callable[[], Merged]:
+def _fairscales(x: Tensor, peers: InstantPeers) -> Callable[[], Merged]:
     """Sums counts, then means and means of squares weighted by counts."""
     count = x.new_full((1,), len(x))
-    every = alike.all_reduce(count.clone())
-    total = alike.all_reduce(torch.cat([x.mean(0), x.square().mean(0)]) * (count / every))
+    every = peers.all_reduce(count.clone())
+    total = peers.all_reduce(torch.cat([x.mean(0), x.square().mean(0)]) * (count / every))
     return lambda: _merge_means(total, every[0])
 
 
-def _naive(x: Tensor, alike: Alike) -> Callable[[], Merged]:
+def _naive(x: Tensor, peers: InstantPeers) -> Callable[[], Merged]:
     """Sums values, squares and counts."""
-    total = alike.all_reduce(torch.cat([x.sum(0), x.square().sum(0), x.new_full((1,), len(x))]))
+    total = peers.all_reduce(torch.cat([x.sum(0), x.square().sum(0), x.new_full((1,), len(x))]))
     return lambda: _merge_sums(total)
 
 
@@ -112,17 +112,19 @@ class RuleStep(torch.autograd.Function):
     """A bare step with a different rule: statistics, messages and merge in torch operations, otherwise our ops."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, running: Any, rule: Any, alike: Alike) -> Tensor:
-        mean, invstd, count = _move(running, *rule(x, alike)())
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, running: Any, rule: Any, peers: InstantPeers
+    ) -> Tensor:
+        mean, invstd, count = _move(running, *rule(x, peers)())
         ctx.save_for_backward(x, weight, mean, invstd, count)
-        ctx.alike = alike
+        ctx.peers = peers
         return ops.batch_norm_elemt(x, weight, bias, mean, invstd)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, invstd, count = ctx.saved_tensors
         sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(dy, x, mean, invstd, weight)
-        sums = ctx.alike.all_reduce(sums)
+        sums = ctx.peers.all_reduce(sums)
         grad_input = ops.batch_norm_backward_elemt(dy, x, weight, mean, invstd, sums, count.long())
         return grad_input, grad_weight, grad_bias, None, None, None
 
@@ -130,26 +132,26 @@ class RuleStep(torch.autograd.Function):
 def make(ranks: int) -> tuple[Workload, Workload, dict[str, list[tuple[str, int]]]]:
     """Returns steps, merges and messages, by rule."""
     x, dy = torch.randn(SAMPLES, CHANNELS, requires_grad=True), torch.randn(SAMPLES, CHANNELS)
-    alike = {name: Alike(ranks) for name in RULES}
-    layer = bagua_syncbn.SyncBatchNorm(CHANNELS, process_group=alike["ours"])
+    peers = {name: InstantPeers(ranks) for name in RULES}
+    layer = bagua_syncbn.SyncBatchNorm(CHANNELS, process_group=peers["ours"])
     parameters, running = list(layer.parameters()), (torch.zeros(CHANNELS), torch.ones(CHANNELS))
 
     def step(normalize: Callable[[Tensor], Tensor]) -> Callable[[], object]:
         return lambda: torch.autograd.grad(normalize(x), (x, *parameters), dy)
 
     def by_rule(name: str) -> Callable[[], object]:
-        return step(lambda x: RuleStep.apply(x, *parameters, running, _RULES[name], alike[name]))
+        return step(lambda x: RuleStep.apply(x, *parameters, running, _RULES[name], peers[name]))
 
     def merge_by_rule(name: str) -> Callable[[], object]:
-        merge = _RULES[name](x.detach(), Alike(ranks))
+        merge = _RULES[name](x.detach(), InstantPeers(ranks))
         return lambda: _move(running, *merge())
 
     steps, sent = {"ours": step(layer)} | {name: by_rule(name) for name in _RULES}, {}
     for name, function in steps.items():
         for _ in range(3):  # our layer predicts messages starting in the third step
-            alike[name].sent.clear()
+            peers[name].sent.clear()
             function()
-        sent[name] = list(alike[name].sent)
+        sent[name] = list(peers[name].sent)
     merge = ops.merge_stats
     with patch.object(ops, "merge_stats", wraps=merge) as merging:
         steps["ours"]()

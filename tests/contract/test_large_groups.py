@@ -8,8 +8,8 @@ from torch import nn
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, ops
 from tests.helpers.cases import Case, compare, run_rank
+from tests.helpers.messages import message_of
 from tests.helpers.threads import run_threads
-from tests.helpers.told import message_of
 
 pytestmark = pytest.mark.usefixtures("single_threaded")
 

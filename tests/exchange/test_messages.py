@@ -13,9 +13,9 @@ from bagua_syncbn import SyncBatchNorm
 from bagua_syncbn.communicators import TorchCommunicator, hosts, shared
 from tests.exchange.places import have_same_bits, is_over, needs_shared_memory, over
 from tests.helpers.cases import Case, compare, run_rank
+from tests.helpers.messages import message_of
 from tests.helpers.observed import GATHER, collectives
 from tests.helpers.own_groups import communicator_of
-from tests.helpers.told import message_of
 
 pytestmark = needs_shared_memory
 

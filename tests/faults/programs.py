@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import bagua_syncbn
 from bagua_syncbn.groups import spec_of
-from tests.helpers.told import message_of
+from tests.helpers.messages import message_of
 
 STEPS = 3
 STEP = "a b c backward"

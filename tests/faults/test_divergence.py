@@ -17,9 +17,9 @@ from bagua_syncbn import ops
 from bagua_syncbn.reliability import faults
 from bagua_syncbn.reliability.history import CallHistory, history_in
 from tests.faults.programs import REFUSED, STEP, Program, backward, forward, is_odd, own_group, own_model, set_in
+from tests.helpers.messages import message_of
 from tests.helpers.observed import collectives
 from tests.helpers.replicated import parallel
-from tests.helpers.told import message_of
 
 DIFFER = "ranks made different calls"
 FAILED_BEFORE = "this group failed before"
