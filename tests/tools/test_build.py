@@ -49,10 +49,10 @@ ENVIRONMENT = {
 }
 
 
-def decide(checkout, platform=sys.platform, python=sys.executable, isolated="", **environment):
-    """Runs setup.py without compiling. Returns the exit status, the output and build_info.json."""
+def decide(checkout, platform=sys.platform, python=sys.executable, isolated="", also=(), **environment):
+    """Runs setup.py without compiling, then the commands ``also``. Returns exit status, output and build_info.json."""
     result = subprocess.run(
-        [sys.executable, "-c", SETUP, platform, python, isolated, "setup.py", "build_py", "--build-lib", "lib"],
+        [sys.executable, "-c", SETUP, platform, python, isolated, "setup.py", "build_py", "--build-lib", "lib", *also],
         cwd=checkout,
         env=ENVIRONMENT | environment,
         capture_output=True,
@@ -230,7 +230,8 @@ def test_a_free_threaded_python_gets_no_kernels(checkout, monkeypatch):
     """It has no stable ABI."""
     code = SETUP.replace("get_config_vars()", "get_config_vars()['Py_GIL_DISABLED'] = 1")
     monkeypatch.setitem(globals(), "SETUP", code)
-    assert decide(checkout)[2]["build_reason"] == "no Python with the GIL"
+    assert decide(checkout, also=["bdist_wheel"])[2]["build_reason"] == "no Python with the GIL"
+    assert [path.name.split("-", 2)[2] for path in checkout.glob("dist/*")] == ["py3-none-any.whl"]
 
 
 def test_a_python_without_the_gil_is_refused():
