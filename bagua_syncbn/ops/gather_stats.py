@@ -6,7 +6,7 @@ from torch import Tensor
 from ..threads import this_thread
 from .definition import defines
 from .headers import HEADER_SUMS_SIZE, WORD, headers_differ, record, record_sums, row_layout
-from .moments import Moments, merge_dtype, mixture
+from .moments import Moments, merge_dtype
 
 _MAX_HIGH = 2**29  # counts up to 2**53, which float64 holds exactly
 
@@ -30,8 +30,9 @@ def _merge_rows(gathered: Tensor, fault: Tensor | None) -> tuple[Tensor, Tensor,
     counts = (low.to(torch.int64) + high.to(torch.int64) * WORD).masked_fill(fails, 0)
     total = counts.sum()
     shares = counts.to(rows.dtype) / total.clamp(min=1).to(rows.dtype)
-    mean, var = (moment.masked_fill(fails, torch.nan) for moment in mixture(means, variances, shares))
-    return mean, var, total
+    mean = (shares * means).sum(0)
+    var = (shares * (variances + (means - mean).square())).sum(0)
+    return mean.masked_fill(fails, torch.nan), var.masked_fill(fails, torch.nan), total
 
 
 def _moments_of_sums(sums: Tensor, ranks: int, fault: Tensor | None, call: int) -> tuple[Tensor, Tensor, Tensor]:

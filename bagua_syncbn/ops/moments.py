@@ -1,4 +1,4 @@
-"""Mean and variance of sets of values, and of their union."""
+"""Moments of a set of values, and their form in messages."""
 
 from typing import NamedTuple
 
@@ -13,12 +13,6 @@ _LEAST = torch.finfo(torch.float64).tiny
 def merge_dtype(device: torch.device) -> torch.dtype:
     """Returns the dtype in which statistics on ``device`` are merged."""
     return torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
-
-
-def mixture(means: Tensor, variances: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns mean and variance (C) of a union of sets, from each set's (R, C) and its share of the values (R, 1)."""
-    mean = (shares * means).sum(0)
-    return mean, (shares * (variances + (means - mean).square())).sum(0)
 
 
 class Moments(NamedTuple):
