@@ -108,13 +108,13 @@ def check_tensors(tensors: Tensors, buffers: ops.Buffers, training: bool, layer:
         if tensor.size() != input.shape[1:2]:
             if tensor.size() == (getattr(layer, "num_features", None),):
                 raise RuntimeError(f"expected {tensor.size(0)} channels, got {input.size(1)}")
-            raise RuntimeError(f"{name}: expected {input.size(1)} elements, as channels, got {list(tensor.size())}")
+            raise RuntimeError(f"{name}: expected {input.size(1)} elements, one per channel, got {list(tensor.size())}")
         if training and name.startswith("running") and not tensor.is_contiguous():
             raise RuntimeError(f"{name}: expected a contiguous tensor in training, got stride {tensor.stride()}")
     if (running_mean is None) != (running_var is None):
         raise ValueError("running_mean, running_var: expected both or neither, got one of them")
     if running_mean is running_var is not None:
-        raise ValueError("running_mean, running_var: expected two tensors, got one as both")
+        raise ValueError("running_mean, running_var: expected two tensors, got the same one twice")
     if counter is not None:
         _check_device("num_batches_tracked", counter, input)
         if counter.dtype.is_complex or counter.dtype == torch.bool:

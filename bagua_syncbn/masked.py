@@ -48,7 +48,7 @@ class _ModelMask:
             if self.rule is None:
                 raise RuntimeError(
                     f"mask: a mask of {[*self.mask.shape]} inside masked does not fit a layer with input of "
-                    f"{[*input.shape]}; give a rule, or a mask of size (N, 1, *)"
+                    f"{[*input.shape]}; pass a rule, or a mask of size (N, 1, *)"
                 )
             mask = self.rule(self.mask, input.shape)
         return masking_of(input, (mask, self.zero_masked))

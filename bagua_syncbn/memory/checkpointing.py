@@ -66,7 +66,7 @@ class Repeatable:
         may_repeat = self._repeats_anywhere or is_in_backward() or without_first_grad
         if not may_repeat or outer.repeated in self._outer:
             raise RuntimeError(
-                "Repeatable: second first run of a region; create an object for each forward pass, inside the "
+                "Repeatable: already used by another forward pass; create an object for each forward pass, inside the "
                 "regions that repeat it"
             )
         this_thread.prepare = _Run(run, self)

@@ -62,7 +62,7 @@ class Activation(NamedTuple):
     name: str
     parameter: float = 0.0
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         """Returns the ``activation`` argument that selects this activation."""
         return repr(self.name if _FORMULAS[self.name].parameter is None else tuple(self))
 

@@ -82,8 +82,8 @@ def _with_zeros(input: Tensor, weight: Tensor | None, has_residual: bool) -> tup
 
 def _refuse_vmap(*_: Any) -> NoReturn:
     raise RuntimeError(
-        "sync_batch_norm: collectives cannot be batched: no torch.func.vmap over training, and no is_grads_batched in "
-        "its backward; call it once per sample, or vmap the model in eval() or after revert_sync_batchnorm"
+        "sync_batch_norm: collectives cannot be batched by torch.func.vmap or is_grads_batched; call the model once "
+        "per sample, or vmap it in eval() or after revert_sync_batchnorm"
     )
 
 

@@ -69,7 +69,7 @@ def test_masked_gives_each_layer_of_a_model_its_mask(reentrant):
     for each in copies:  # the masks do not fit other sizes
         each(torch.randn(3, 3, 7, dtype=torch.float64))
     with (
-        pytest.raises(RuntimeError, match=r"'2': mask: .* does not fit a layer with input of \[4, 4, 5\]; give a rule"),
+        pytest.raises(RuntimeError, match=r"'2': mask: .* does not fit a layer with input of \[4, 4, 5\]; pass a rule"),
         masked(model, mask),
     ):
         model(input)
@@ -137,7 +137,7 @@ def test_invalid_masks_raise():
     assert layer.num_batches_tracked == 0
     for error, match, masks in (
         (TypeError, "mask: expected a tensor, got list", {"mask": [True]}),
-        (RuntimeError, "give a rule, or a mask", {"mask": mask[:, 0]}),
+        (RuntimeError, "pass a rule, or a mask", {"mask": mask[:, 0]}),
     ):
         with pytest.raises(error, match=match), masked(layer, **masks):
             layer(input)

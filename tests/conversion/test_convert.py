@@ -132,7 +132,7 @@ REFUSED = [
         (revert_sync_batchnorm, partial(cls, 2, **option), ValueError, f"cannot revert {cls.__name__}.* has no {said}")
         for cls in (SyncBatchNorm, SyncBatchNorm2d)
         for option, said in (
-            ({"activation": "relu"}, "fused_activation=Activation"),
+            ({"activation": "relu"}, "fused_activation='relu'"),
             ({"eps_mode": "clamp"}, "eps_mode='clamp'"),
         )
     ),

@@ -209,7 +209,7 @@ def in_a_hook(run, input):
 
 # One region for all passes.
 REPEATS = {"own": kept_checkpoint, "by hand": by_hand, "in a hook": in_a_hook, "never": plainly}
-ONE_PASS = "Repeatable: second first run"
+ONE_PASS = "Repeatable: already used by another forward pass"
 
 
 @pytest.mark.ranks(2)

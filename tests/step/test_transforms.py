@@ -94,7 +94,7 @@ def test_vmap_is_refused_in_training_and_works_in_evaluation():
     stacked = torch.stack([input, input + 1])
     with pytest.raises(RuntimeError, match="sync_batch_norm: collectives cannot be batched"):
         vmap(lambda x: layer(x, weight, bias))(stacked)
-    with pytest.raises(RuntimeError, match=r"no torch\.func\.vmap"):
+    with pytest.raises(RuntimeError, match=r"cannot be batched by torch\.func\.vmap"):
         jacrev(lambda x: layer(x, weight, bias))(input)
     model = SyncBatchNorm(3).double().eval()
     torch.testing.assert_close(vmap(model)(stacked), torch.stack([model(input), model(input + 1)]))
@@ -132,7 +132,7 @@ def test_batched_gradients_over_ranks_raise():
         lambda: torch.autograd.grad(layer(input), input, grad_outputs, is_grads_batched=True),
         lambda: vmap(backward)(grad_outputs),
     ):
-        with pytest.raises(RuntimeError, match="no is_grads_batched in its backward"):
+        with pytest.raises(RuntimeError, match="or is_grads_batched"):
             attempt()
     only_parameters = layer(input.detach())
     grads = torch.autograd.grad(only_parameters, layer.weight, grad_outputs, is_grads_batched=True)
