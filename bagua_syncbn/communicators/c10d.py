@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..groups import DESTROYED
 from ..registry import Registry
-from ..torch_internals import groups as torch_groups
+from ..torch_internals import process_groups
 
 IS_AVAILABLE = dist.is_available()
 
@@ -29,7 +29,7 @@ FEWEST_ADDED = 32
 _MOST_GATHERED = 2**14
 
 _SUM_IN_STREAM, _GATHER_IN_STREAM = (
-    map(torch_groups.in_stream, ("Allreduce", "Allgather")) if IS_AVAILABLE else (None, None)
+    map(process_groups.in_stream, ("Allreduce", "Allgather")) if IS_AVAILABLE else (None, None)
 )
 
 
@@ -93,7 +93,7 @@ class TorchCommunicator:
 
     def all_gather(self, packed: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
-            return torch_groups.traced_all_gather(packed, self.size, self.name)
+            return process_groups.traced_all_gather(packed, self.size, self.name)
         group = self.group
         rows, work = self._start_gather(group, packed, () if packed.is_cpu else (_GATHER_IN_STREAM,))
         _finish(work, group, packed)
@@ -103,7 +103,7 @@ class TorchCommunicator:
         if _is_gathered(packed, self.size):
             return self.all_gather(packed).sum(0)
         if torch.compiler.is_compiling():
-            return torch_groups.traced_all_reduce(packed, self.name)
+            return process_groups.traced_all_reduce(packed, self.name)
         group = self.group
         work = group.allreduce([packed]) if packed.is_cpu else group.allreduce([packed], _SUM_IN_STREAM)
         _finish(work, group, packed)
@@ -124,7 +124,7 @@ class TorchCommunicator:
     # Calls the group's method, because torch.distributed's functions spend more time on checks than on the call.
     def _start_gather(self, group: Any, packed: Tensor, options: tuple[Any, ...] = ()) -> tuple[Tensor, Any]:
         gathered = packed.new_empty(self.size * packed.numel())  # gloo supports only the concatenated form
-        return gathered.view(self.size, -1), getattr(group, torch_groups.GATHER_METHOD)(gathered, packed, *options)
+        return gathered.view(self.size, -1), getattr(group, process_groups.GATHER_METHOD)(gathered, packed, *options)
 
     def leave(self, why: str) -> None:
         """Ends peers' waits for this rank. The group cannot be used afterwards."""

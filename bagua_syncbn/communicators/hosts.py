@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..torch_internals.groups import backend_and_store, is_gloo_on_cpu, make_group, timeout_of
+from ..torch_internals.process_groups import backend_and_store, is_gloo_on_cpu, make_group, timeout_of
 from .c10d import TorchCommunicator, end_with, leave_through, transports
 from .jobs import host_name
 from .meeting import Meeting
@@ -28,6 +28,7 @@ _log = logging.getLogger("bagua_syncbn")
 class HostsCommunicator(SharedCommunicator):
     """A :class:`SharedCommunicator` for each host, plus a :class:`TorchCommunicator` between the carriers."""
 
+    _spans_hosts = True
     begins = False  # a carrier must wait for the ranks on its host
     __slots__ = ("_carriers", "_free", "_most", "_most_values", "_order")
 

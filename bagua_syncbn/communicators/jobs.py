@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary, ref
 
 from ..groups import LOCAL, RankGroup, text_of_ranks
 from ..groups.spec import NODE, Ranks, Rule, description_of, members_by, text_of
-from ..torch_internals import groups as torch_groups
+from ..torch_internals import process_groups
 from .c10d import TorchCommunicator, end_with, transports
 from .meeting import Meeting
 
@@ -27,9 +27,9 @@ class Job:
         self._world: Any = ref(world)
         self.rank: int = world.rank()
         self.size: int = world.size()
-        self._backend, self._store = torch_groups.backend_and_store(world)
+        self._backend, self._store = process_groups.backend_and_store(world)
         self._device = world.bound_device_id
-        self._timeout = torch_groups.timeout_of(world)
+        self._timeout = process_groups.timeout_of(world)
         self._ranks: dict[Rule, Ranks] = {}  # by rule, for rules in use
         self._agreeing = Lock()
         # Communicators by user and ranks, for each group that they end with: the default group, or a given group.
@@ -96,14 +96,14 @@ class Job:
         what = text_of(rule) if given is None else f"group {given.group_name!r} of {text_of_ranks(ranks)}"
         with self._creating.setdefault(name, Lock()):
             if (user, ranks) not in known:
-                with self._meeting(name, ranks, what, torch_groups.timeout_of(model)) as meeting:
+                with self._meeting(name, ranks, what, process_groups.timeout_of(model)) as meeting:
                     meeting.exchange()
                     known[user, ranks] = make(ranks) if make else self._make(user, ranks, given, name, meeting)
             return known[user, ranks]
 
     def _make(self, user: str, ranks: Ranks, given: Any, name: str, meeting: Meeting) -> TorchCommunicator:
         store, model = meeting.store or self._store, given or self._world()
-        group = torch_groups.make_group(ranks, model, store, f"{name}:{meeting.attempt}", self._device)
+        group = process_groups.make_group(ranks, model, store, f"{name}:{meeting.attempt}", self._device)
         if given is not None:
             end_with(given, group)
         found = (transport(group, meeting) for transport in transports) if user == "layers" else ()

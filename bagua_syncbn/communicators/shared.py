@@ -31,23 +31,24 @@ GATHER, SUM = 0, 1
 MOST_VALUES = {torch.float32: 2**14, torch.float64: 2**13}
 
 
-def _through_memory(name: str, kind: int) -> Any:
+def _through_memory(name: str, kind: int, waits: bool = True) -> Any:
     """Returns the method ``name``, which sends small messages on CPU through shared memory, and others as collectives.
 
-    The exchange is inlined, because it is in every forward and backward.
+    Unless it ``waits`` for peers, the method only starts the message. A method is a single function, because it is
+    called in every forward and backward.
     """
-    collective, begins = getattr(TorchCommunicator, name), name.startswith("begin")
+    collective = getattr(TorchCommunicator, name)
 
     def send(self: Any, packed: Tensor) -> Any:
         if not packed.is_cpu or packed.numel() > self._most_values[kind].get(packed.dtype, -1):
             return collective(self, packed)
-        if not begins and (torch.compiler.is_compiling() or type(packed) is not Tensor):
+        if waits and (torch.compiler.is_compiling() or type(packed) is not Tensor):
             return torch.ops.bagua_syncbn.exchange(packed, self.name, self.size, kind == SUM)
         packed, numel = packed.contiguous(), packed.numel()
         target = packed if kind == SUM else packed.new_empty((self.size, numel))
-        if begins:
+        if not waits:
             return self._begin(kind, packed, target)
-        if not self.begins:  # the ranks are on several hosts
+        if self._spans_hosts:
             return self._exchange_over_hosts(kind, packed, target)
         try:
             self._native.exchange(
@@ -66,6 +67,7 @@ class SharedCommunicator(TorchCommunicator):
     Sums are bitwise equal on all ranks, because each rank adds in rank order. The memory lives as long as the group.
     """
 
+    _spans_hosts = False
     # Maximum sizes in shared memory, by kind and dtype: equal on all ranks, compiled or not.
     _most_values: Sequence[dict[torch.dtype, int]] = MOST_VALUES, MOST_VALUES
     __slots__ = ("_begun", "_native", "_segment")
@@ -79,8 +81,8 @@ class SharedCommunicator(TorchCommunicator):
 
     all_gather = _through_memory("all_gather", GATHER)
     all_reduce = _through_memory("all_reduce", SUM)
-    begin_all_gather = _through_memory("begin_all_gather", GATHER)
-    begin_all_reduce = _through_memory("begin_all_reduce", SUM)
+    begin_all_gather = _through_memory("begin_all_gather", GATHER, waits=False)
+    begin_all_reduce = _through_memory("begin_all_reduce", SUM, waits=False)
 
     def _raise_reason(self, error: RuntimeError) -> NoReturn:
         """Raises ``error`` of the native library; if a rank has left, its reason; or that the group was destroyed."""

@@ -24,7 +24,7 @@ from ..options import Options
 from ..step.call import Call
 from ..step.exchange import Exchange, Pass, Received, exchange_makers
 from ..torch_internals.autograd import is_capturing, untraced
-from ..torch_internals.groups import group_named
+from ..torch_internals.process_groups import group_named
 from . import faults
 from .faults import FaultRecord, describe, differ_text
 from .history import CallHistory, history_in

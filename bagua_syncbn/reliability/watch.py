@@ -9,8 +9,8 @@ from weakref import ref
 
 from ..communicators import TorchCommunicator
 from ..groups import Communicator
-from ..torch_internals.groups import timeout_of
 from ..torch_internals.nccl import nccl_id, nccl_progress
+from ..torch_internals.process_groups import timeout_of
 from .history import CallHistory
 
 _log = logging.getLogger("bagua_syncbn")

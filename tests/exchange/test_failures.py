@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import bagua_syncbn
 from bagua_syncbn.communicators import TorchCommunicator
-from bagua_syncbn.torch_internals.groups import backend_and_store
+from bagua_syncbn.torch_internals.process_groups import backend_and_store
 from tests.exchange.places import needs_shared_memory, over
 from tests.helpers.messages import message_of
 from tests.helpers.workers import fork_context
