@@ -19,8 +19,8 @@ _BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
 def collect_info() -> dict[str, Any]:
     """Compares native CUDA kernels with plain torch, and returns what to print."""
     devices = range(torch.cuda.device_count())
-    problems = dict(zip(devices, map(_find_problem, devices), strict=True))
-    cuda = [f"cuda:{index}: {problem or cuda_kernels()}" for index, problem in problems.items()]
+    problems = [_find_problem(index) for index in devices]
+    cuda = [f"cuda:{index}: {problem or cuda_kernels()}" for index, problem in enumerate(problems)]
     build_info = Path(__file__).with_name("build_info.json")  # written by setup.py
     problem, has_backends = shared.problem(), dist.is_available()
     return {

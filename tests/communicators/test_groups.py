@@ -92,6 +92,17 @@ def test_only_members_make_a_layers_group():
     assert [mean_over(group) for group, _ in own] == [mean for _, mean in own]
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("description", ["node", [[0, 1]]], ids=str)
+def test_threads_that_use_a_description_first_at_once_share_a_group(description):
+    """Peers in a single thread expect one first use."""
+    forget_groups()
+    number = 1 if dist.get_rank() else 4
+    with ThreadPoolExecutor(number) as threads:
+        first, *others = threads.map(communicator_of, [description] * number)
+    assert all(communicator is first for communicator in others)
+
+
 CASES = [Case((3, 3), (channels,), torch.float64, steps=4) for channels in range(1, 5)]
 
 

@@ -56,6 +56,15 @@ def test_ranks_may_begin_messages_without_waiting(pool, beginners):
     pool.run(messages_equal_collectives, 3, "aaa", torch.float32, 9, beginners)
 
 
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize(("places", "cores", "spins"), [("aaa", 2, False), ("aaa", 3, True), ("aab", 2, True)])
+def test_ranks_spin_only_if_each_rank_on_the_host_has_a_core(places, cores, spins):
+    affinity = patch.object(os, "sched_getaffinity", Mock(return_value=set(range(cores))))
+    with affinity, patch.object(hosts, "share", wraps=hosts.share) as share:
+        over(places)
+    assert share.call_args.args[-1] is spins
+
+
 @pytest.mark.ranks(4)
 def test_each_host_sends_at_most_one_message():
     communicator, packed = over("abba"), torch.ones(5)
