@@ -1,5 +1,7 @@
 """The ops on ATen's CUDA kernels, which CPU functions (aten_functions.py) simulate."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -42,6 +44,13 @@ def test_the_reference_computes_what_aten_cannot(called):
         actual = getattr(aten, f"batch_norm_{name}")(*arguments)
         expected = getattr(reference, f"batch_norm_{name}")(*arguments)
         torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    assert called == []
+
+
+def test_aten_computes_fewer_than_2_to_the_31_values(called, monkeypatch):
+    """ATen's kernels index in 32 bits."""
+    monkeypatch.setattr(aten, "reference", SimpleNamespace(batch_norm_stats=lambda *_: "reference"))
+    assert aten.batch_norm_stats(torch.ones(1, 1).expand(2**31, 1)) == "reference"
     assert called == []
 
 
