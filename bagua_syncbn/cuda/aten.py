@@ -37,9 +37,9 @@ def _takes(options: Sequence[Any], input: Tensor, *values: Tensor | None) -> boo
     return all(v is None or v.shape == input.shape[1:2] or (tuple(v.shape), v.dtype) == fits for v in values)
 
 
-def _parameter(values: Tensor | None, like: Tensor) -> Tensor | None:
-    """Returns parameters (C) in the dtype of ``like``: ATen requires this dtype or the input's."""
-    return None if values is None else values.to(like.dtype).contiguous()
+def _per_channel(like: Tensor, *values: Tensor | None) -> list[Any]:
+    """Returns ``values`` (C), contiguous and in the dtype of ``like``: ATen requires this dtype or the input's."""
+    return [None if each is None else each.to(like.dtype).contiguous() for each in values]
 
 
 def _tensor_of(numbers: Sequence[int], like: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ def batch_norm_elemt(
 ) -> Tensor:
     if not _takes(options, input, weight, bias, mean, invstd):
         return reference.batch_norm_elemt(input, weight, bias, mean, invstd, *options)
-    weight, bias = _parameter(weight, mean), _parameter(bias, mean)
+    weight, bias, mean, invstd = _per_channel(mean, weight, bias, mean, invstd)
     return torch.batch_norm_elemt(input, weight, bias, mean, invstd, 0.0)  # eps is not used
 
 
@@ -79,6 +79,7 @@ def batch_norm_backward_reduce(
     if not _takes(options[1:], input, grad_output, mean, invstd):
         return reference.batch_norm_backward_reduce(grad_output, input, mean, invstd, weight, *options)
     fingerprint = options[0] if options else None
+    mean, invstd = _per_channel(mean, mean, invstd)
     sum_dy, sum_dy_xmu, _, _ = torch.batch_norm_backward_reduce(
         grad_output, input, mean, invstd, None, True, False, False
     )
@@ -107,7 +108,7 @@ def batch_norm_backward_elemt(
     means = means_of_sums(sums, input.size(1), count, ranks, fault, call)
     # ATen divides sums by a 32-bit count, which the values of all ranks may exceed: pass means, and 1.
     one = torch.ones(1, dtype=torch.int32, device=input.device)
-    mean, invstd, weight = mean.contiguous(), invstd.contiguous(), _parameter(weight, mean)
+    mean, invstd, weight = _per_channel(mean, mean, invstd, weight)
     dx = torch.batch_norm_backward_elemt(grad_output, input, mean, invstd, weight, *means, one)
     if grad_input is None:
         return laid_out_as(input, dx)

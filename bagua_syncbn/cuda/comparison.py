@@ -32,7 +32,7 @@ def find_difference(native: Any, device: torch.device, dtype: torch.dtype) -> st
             wide[id(tensor)] = tensor, tensor.to(wide_dtype, copy=True)
         return wide[id(tensor)][1]
 
-    with torch.no_grad(), outside_of_modes():
+    with outside_of_modes():
         for call in Exercise(device, dtype).calls():
             expected = _outcome(reference, pytree.tree_map_only(Tensor, widened, call))
             try:

@@ -70,8 +70,9 @@ def check(ops: Any, case: OpCase, dtype: torch.dtype) -> None:
     )
     mask = None if case.mask is None else make_mask(case.mask, case.shape)
     inside = torch.ones_like(input, dtype=torch.bool) if mask is None else mask.unsqueeze(1)
-    factors = torch.randn(4, channels).to(accumulate).unbind()
-    mean, invstd, sums = factors[0], factors[1].abs() + 0.5, torch.cat(factors[2:])
+    mean, invstd = laid_out(torch.randn(2, channels), "transposed").to(accumulate).unbind()
+    invstd.abs_().add_(0.5)
+    sums = torch.randn(2 * channels).to(accumulate)
     weight = bias = None
     if case.parameters is not None:
         weight, bias = laid_out(torch.randn(2, channels), "transposed").to(case.parameters).unbind()

@@ -21,6 +21,7 @@ def test_statistics_that_overflow_stay_in_their_channel(called):
     input[0, 1, 0, 0] = 1e30  # finite values with an infinite variance
     assert torch.equal(aten.batch_norm_stats(input)[3:6].isfinite(), torch.tensor([True, False, True]))
     assert called == ["batch_norm_update_stats"]
+    assert not aten.batch_norm_stats(input.requires_grad_()).requires_grad
 
 
 def test_the_reference_computes_what_aten_cannot(called):
@@ -35,6 +36,7 @@ def test_the_reference_computes_what_aten_cannot(called):
         ("elemt", input, ones, ones, ones, ones, residual),
         ("elemt", input, ones, ones, ones, ones, None, 1, 0.0),
         ("backward_reduce", empty, empty, ones, ones, ones, 5),
+        ("backward_reduce", grad_output.double(), input, ones, ones, ones, 5),
         ("backward_reduce", grad_output, input, ones, ones, ones, 5, ones, residual, 1, 0.0),
         ("backward_elemt", empty, empty, *gradient[2:]),
         ("backward_elemt", *gradient, 1, None, 0, mask),

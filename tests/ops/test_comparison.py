@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bagua_syncbn import SyncBatchNorm1d
 from bagua_syncbn.cuda import comparison, selection
@@ -201,6 +202,18 @@ def test_zeros_are_compared_without_a_relative_tolerance(kernels, monkeypatch):
     monkeypatch.setattr(comparison, "reference", zeros)
     assert comparison.find_difference(zeros, CPU, torch.float32) is None
     assert "differs from float64 by 1e-30, where values reach 0" in comparison.find_difference(tiny, CPU, torch.float32)
+
+
+class Forbid(TorchDispatchMode):
+    def __torch_dispatch__(self, function, *arguments, **options):
+        raise AssertionError(function)
+
+
+def test_modes_do_not_see_the_comparison(kernels):
+    ones = torch.ones(2, 3)
+    with Forbid():
+        assert selection.check_kernels(ones)
+    assert kernels == []
 
 
 def check_transformed(rows):
