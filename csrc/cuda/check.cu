@@ -1,14 +1,14 @@
-// Compares each op in each dtype with plain loops, without torch: nvcc -I csrc csrc/cuda/check.cu -o check && ./check
+// Compares each op in each dtype with plain loops, without torch: nvcc csrc/cuda/check.cu -o check && ./check
 // Prints the largest errors as shares of the allowed error. The exit status is 0 if every op is right.
 #include <cmath>
 #include <cstdio>
 #include <map>
 
-#include "cuda/backward_elemt.cu"
-#include "cuda/backward_reduce.cu"
-#include "cuda/elemt.cu"
-#include "cuda/gather_stats.cu"
-#include "cuda/stats.cu"
+#include "backward_elemt.cu"
+#include "backward_reduce.cu"
+#include "elemt.cu"
+#include "gather_stats.cu"
+#include "stats.cu"
 
 using namespace bagua_syncbn;
 using namespace bagua_syncbn::cuda;

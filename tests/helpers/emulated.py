@@ -87,7 +87,7 @@ def compile_check(folder: Path, wrong: str | None) -> Path:
     if wrong is not None:
         (file,) = (path for path in sources.glob("cuda/*.cuh") if wrong in path.read_text())
         file.write_text(file.read_text().replace(wrong, wrong.rpartition(" * ")[0]))
-    includes = [f"-I{sources}", f"-I{sources / 'cuda'}", f"-I{EMULATOR}", "-isystem", str(find_headers())]
+    includes = [f"-I{sources / 'cuda'}", f"-I{EMULATOR}", "-isystem", str(find_headers())]
     files = [str(path) for path in (sources / "cuda" / "check.cu", EMULATOR / "emulator.cpp", EMULATOR / "runtime.cpp")]
     included = ["-include", str(EMULATOR / "precompiled.h"), "-x", "c++"]
     subprocess.run(["g++", *FLAGS, "-O1", *includes, *included, *files, "-o", str(folder / "check")], check=True)
