@@ -13,8 +13,8 @@ from ..names import name_of
 from ..sync_batchnorm import SyncBatchNorm, refuse_alone
 from ..threads import this_thread
 from ..torch_internals.modules import device_index, pytree
+from .replica_step import Replica
 from .replicas import CallbackContext, Replicas
-from .step import Replica
 
 _Module = TypeVar("_Module", bound=nn.Module)
 

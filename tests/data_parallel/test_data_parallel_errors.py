@@ -51,6 +51,14 @@ def test_a_replica_that_raises_frees_the_others(failing, after):
     assert model(torch.randn(6, 2)).shape == (6, 2)  # no state remains
 
 
+def test_masks_raise():
+    def script(module, copy_id, input):
+        return module.late(input, mask=torch.ones(1, 1, dtype=torch.bool))
+
+    with pytest.raises(RuntimeError, match="SyncBatchNorm1d 'late': replicas take no masks"):
+        promptly(parallel(Steps(script), "cpu", 2), torch.randn(6, 2))
+
+
 def test_a_hook_of_the_model_that_raises_frees_the_others():
     def fail(module, args):
         if module.copy_id == 1:

@@ -2,6 +2,7 @@
 
 import os
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from unittest.mock import Mock, patch
 
@@ -57,12 +58,15 @@ def test_ranks_may_begin_messages_without_waiting(pool, beginners):
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize(("places", "cores", "spins"), [("aaa", 2, False), ("aaa", 3, True), ("aab", 2, True)])
-def test_ranks_spin_only_if_each_rank_on_the_host_has_a_core(places, cores, spins):
+@pytest.mark.parametrize(("places", "cores", "seconds", "spins"), [
+    ("aaa", 2, 60, False), ("aaa", 3, 60, True), ("aab", 2, 61, True),
+])  # fmt: skip
+def test_ranks_wait_until_the_groups_timeout_and_spin_only_if_each_has_a_core(places, cores, seconds, spins):
+    """Between hosts, they wait a second longer, for a carrier's error."""
     affinity = patch.object(os, "sched_getaffinity", Mock(return_value=set(range(cores))))
     with affinity, patch.object(hosts, "share", wraps=hosts.share) as share:
-        over(places)
-    assert share.call_args.args[-1] is spins
+        over(places, timeout=timedelta(seconds=60))
+    assert share.call_args.args[-2:] == (seconds, spins)
 
 
 @pytest.mark.ranks(4)

@@ -15,7 +15,6 @@ from .. import ops
 from ..checks import named
 from ..functional import checks_of
 from ..groups import LOCAL
-from ..names import name_of
 from ..step.call import Call, Normalization, Statistics
 from ..step.derivatives import differentiable_batch_norm, gradients_of
 from ..step.exchange import Exchange
@@ -38,14 +37,14 @@ class Replica:
         if not call.synchronizes or self.replicas.size == 1:
             return go(call)
         if call.has_mask:
-            raise RuntimeError(f"{name_of(call.layer)}: replicas take no masks; use one process for each device")
+            raise RuntimeError(f"{self.layer}: replicas take no masks; use one process for each device")
         try:
             checked = checks_of(call)
         except (TypeError, ValueError, RuntimeError) as error:
             raise named(error, call.layer) from None
         if not checked.is_local:
             raise RuntimeError(
-                f"{name_of(call.layer)}: replicas cannot synchronize over several ranks; use one device per rank, or "
+                f"{self.layer}: replicas cannot synchronize over several ranks; use one device per rank, or "
                 "process_group=bagua_syncbn.communicators.LOCAL to synchronize the replicas of each process"
             )
         norm = Normalization(checked.options, _EXCHANGE, call.layer)
