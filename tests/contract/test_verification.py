@@ -150,6 +150,13 @@ CASES = {
         lambda: nn.Sequential(nn.BatchNorm1d(6, track_running_stats=False)),
         lines=("output differs", "BatchNorm1d '0' is not converted"),
     ),
+    "the model is an unconverted layer": Case(
+        lambda: nn.BatchNorm1d(6),
+        lines=(
+            "output differs",
+            "BatchNorm1d is not converted; running_mean, running_var differ between ranks after the step",
+        ),
+    ),
     "layers synchronize with fewer ranks": Case(
         lambda: model(process_group=2), (3,) * 4, lines=("output", "process_group=2", "process_group=2")
     ),
