@@ -28,7 +28,6 @@ _log = logging.getLogger("bagua_syncbn")
 class HostsCommunicator(SharedCommunicator):
     """A :class:`SharedCommunicator` for each host, plus a :class:`TorchCommunicator` between the carriers."""
 
-    _spans_hosts = True
     begins = False  # a carrier must wait for the ranks on its host
     __slots__ = ("_carriers", "_free", "_most", "_most_values", "_order")
 

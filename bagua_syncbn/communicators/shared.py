@@ -34,8 +34,8 @@ MOST_VALUES = {torch.float32: 2**14, torch.float64: 2**13}
 def _through_memory(name: str, kind: int, waits: bool = True) -> Any:
     """Returns the method ``name``, which sends small messages on CPU through shared memory, and others as collectives.
 
-    Unless it ``waits`` for peers, the method only starts the message. A method is a single function, because it is
-    called in every forward and backward.
+    Unless ``waits``, the method starts the message without waiting for peers. The exchange is inlined, because it is in
+    every forward and backward.
     """
     collective = getattr(TorchCommunicator, name)
 
@@ -48,7 +48,7 @@ def _through_memory(name: str, kind: int, waits: bool = True) -> Any:
         target = packed if kind == SUM else packed.new_empty((self.size, numel))
         if not waits:
             return self._begin(kind, packed, target)
-        if self._spans_hosts:
+        if not self.begins:  # the ranks are on several hosts
             return self._exchange_over_hosts(kind, packed, target)
         try:
             self._native.exchange(
@@ -67,7 +67,6 @@ class SharedCommunicator(TorchCommunicator):
     Sums are bitwise equal on all ranks, because each rank adds in rank order. The memory lives as long as the group.
     """
 
-    _spans_hosts = False
     # Maximum sizes in shared memory, by kind and dtype: equal on all ranks, compiled or not.
     _most_values: Sequence[dict[torch.dtype, int]] = MOST_VALUES, MOST_VALUES
     __slots__ = ("_begun", "_native", "_segment")
