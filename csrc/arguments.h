@@ -38,7 +38,7 @@ struct MutablePerChannel {
 };
 
 struct GatherArguments {
-  const void* gathered;  // the ranks' rows, or their sums (is_sum) in double: see packed_stats.h
+  const void* gathered;  // the ranks' rows, or (is_sum) the sum of their summable statistics: see packed_stats.h
   int64_t ranks;
   int64_t channels;
   DType accumulate;  // dtype of mean, invstd and rows

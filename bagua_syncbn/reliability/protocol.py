@@ -29,7 +29,7 @@ from . import faults
 from .faults import FaultRecord, describe, differ_text
 from .history import CallHistory, history_in
 from .probes import Probe, decode, encode, leave, resume
-from .signatures import CallSignature, exact_bits, shared_options, signature_of, uses_sums
+from .signatures import CallSignature, exact_bits, sends_summable, shared_options, signature_of
 from .watch import watch
 
 
@@ -37,7 +37,7 @@ class RankExchange(Exchange):
     """Messages of a call, with headers that the ops compare."""
 
     is_traced = False
-    __slots__ = ("_history", "_number", "_record", "_signature", "header", "uses_sums")
+    __slots__ = ("_history", "_number", "_record", "_signature", "header", "summable")
 
     def __init__(
         self, signature: CallSignature, record: FaultRecord | None, communicator: Communicator, history: CallHistory
@@ -47,9 +47,9 @@ class RankExchange(Exchange):
         self._number, caller = history.number, signature.caller  # number of the forward in the group
         if signature.kind in history.compiled:  # peers may run compiled code, which does not count calls
             self._number, caller = 0, signature.compiled_caller
-        self.uses_sums = signature.message[0]
+        self.summable = signature.message[0]
         self.header = caller, self._number
-        if self.uses_sums:
+        if self.summable:
             self.header = hash((caller, self._number)) & history.exact_bits, 0
 
     def fingerprint(self, which: Pass = "backward") -> int:
@@ -66,7 +66,7 @@ class RankExchange(Exchange):
                 history.failure = own
                 record.raise_if_found()
             record.kind.value = 0
-            headers = () if rows is None or self.uses_sums else rows[:, -ops.HEADER_SIZE :].tolist()
+            headers = () if rows is None or self.summable else rows[:, -ops.HEADER_SIZE :].tolist()
             self._disagree(own, torch.device("cpu"), headers)
         history.sending = None
 
@@ -175,9 +175,9 @@ class CompiledExchange(Exchange):
 
     def __init__(self, call: Call, options: Options, communicator: Communicator) -> None:
         super().__init__(communicator, True)
-        self.uses_sums = uses_sums(call.input, communicator)
+        self.summable = sends_summable(call.input, communicator)
         name, kind, shared = getattr(communicator, "name", None), kind_of(call.layer), shared_options(call, options)
-        header, self._fingerprint = note_compilation(name, communicator.size, kind, self.uses_sums, *shared)
+        header, self._fingerprint = note_compilation(name, communicator.size, kind, self.summable, *shared)
         self.header = header, 0
 
     def fingerprint(self) -> int:
@@ -194,13 +194,13 @@ def sum_with_header(
 
 
 @untraced  # compiled checkpoints do not allow traced side effects
-def note_compilation(group_name: str | None, ranks: int, kind: str, sums: bool, *shared: Any) -> tuple[int, int]:
+def note_compilation(group_name: str | None, ranks: int, kind: str, summable: bool, *shared: Any) -> tuple[int, int]:
     """Records that layers of this kind are compiled in a group. Returns the header and the backward's fingerprint."""
-    signature = signature_of(kind, kind, shared, sums)
+    signature = signature_of(kind, kind, shared, summable)
     if group_name is not None:
         history_in(TorchCommunicator(group_named(group_name))).compiled.add(signature.kind)
     caller, backward = signature.compiled_caller, signature.backward.compiled_caller
-    header = hash((caller, 0)) & exact_bits(ranks) if sums else caller
+    header = hash((caller, 0)) & exact_bits(ranks) if summable else caller
     return header, hash((backward, 0)) & exact_bits(ranks)
 
 
@@ -216,6 +216,6 @@ def compared_exchange(call: Call, options: Options, communicator: Communicator) 
         name = history.numbered(f"{name} of {kind}", origin.model, kind)
     elif layer is not None:
         name = history.numbered(name, layer, kind)
-    signature = signature_of(name, kind, shared_options(call, options), uses_sums(call.input, communicator))
+    signature = signature_of(name, kind, shared_options(call, options), sends_summable(call.input, communicator))
     record = history.record_of(call.input.device.type) if type(call.input) is Tensor else None
     return partial(RankExchange, signature, record, communicator, history)

@@ -75,8 +75,8 @@ def shared_options(call: Call, options: Options) -> tuple[Any, ...]:
 
 
 @functools.lru_cache(2**14)  # options may change in every step
-def signature_of(name: str, kind: str, shared: tuple[Any, ...], sums: bool) -> CallSignature:
-    """Returns the signature of a forward of the layer ``name``, where ranks send sums or else rows of statistics."""
+def signature_of(name: str, kind: str, shared: tuple[Any, ...], summable: bool) -> CallSignature:
+    """Returns the signature of a forward of the layer ``name``, where ranks send summable statistics, or else rows."""
     channels, is_double, updates, *options = shared
     details = f"{channels} channels, {'float64' if is_double else 'float32'}"
     defaults = Options(eps=math.nan, momentum=math.nan)[:-1]  # NaN equals nothing, so these two are always listed
@@ -91,7 +91,7 @@ def signature_of(name: str, kind: str, shared: tuple[Any, ...], sums: bool) -> C
 
     dtype = torch.float64 if is_double else torch.float32
     size = 2 * channels + ops.HEADER_SUMS_SIZE
-    if sums:
+    if summable:
         forward = signature("forward", True, size + 1, torch.float64)
     else:
         forward = signature("forward", False, 2 * channels + 2 + ops.HEADER_SIZE, dtype)
@@ -100,8 +100,8 @@ def signature_of(name: str, kind: str, shared: tuple[Any, ...], sums: bool) -> C
     return forward
 
 
-def uses_sums(input: Tensor, communicator: Communicator) -> bool:
-    """Returns whether ranks send sums of statistics instead of rows; the same on all ranks, compiled or not."""
+def sends_summable(input: Tensor, communicator: Communicator) -> bool:
+    """Returns whether ranks send summable statistics instead of rows; the same on all ranks, compiled or not."""
     # Sums need a wider dtype than the statistics; "mps" has no float64.
     is_narrow = input.dtype != torch.float64 and input.device.type != "mps"
     return is_narrow and is_large(communicator.size) and getattr(communicator, "adds_float64", True)

@@ -37,7 +37,7 @@ class Exchange:
 
     # True in large groups, where ranks send summable statistics. In that case, the caller is a fingerprint of the whole
     # header.
-    uses_sums: bool = False
+    summable: bool = False
 
     __slots__ = ("communicator", "is_traced")
 
@@ -46,11 +46,11 @@ class Exchange:
         self.is_traced = is_traced
 
     def send(self, packed: Tensor, which: Pass = "forward") -> Received:
-        """Returns the rows of all ranks in forward, unless ``uses_sums``; otherwise the sum. May overwrite ``packed``.
+        """Returns the rows of all ranks in forward, unless ``summable``; otherwise the sum. May overwrite ``packed``.
 
         Call :meth:`check` after the op that reads the result.
         """
-        if which == "forward" and not self.uses_sums:
+        if which == "forward" and not self.summable:
             return self.communicator.all_gather(packed), 1, None, 0
         return self.communicator.all_reduce(packed), self.communicator.size, None, 0
 

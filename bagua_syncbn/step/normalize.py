@@ -27,11 +27,11 @@ def batch_statistics(input: Tensor, call: Call, norm: Normalization) -> Statisti
     """
     exchange, options = norm.exchange, norm.options
     assert exchange is not None
-    if norm.masking is None and not exchange.uses_sums:
+    if norm.masking is None and not exchange.summable:
         row = ops.batch_norm_stats(input, *exchange.header)
     else:
         mask = None if norm.masking is None else norm.masking.positions
-        row = ops.batch_norm_stats(input, *exchange.header, mask, exchange.uses_sums)
+        row = ops.batch_norm_stats(input, *exchange.header, mask, exchange.summable)
     buffers = ops.NO_BUFFERS if call.buffers.running_mean is None else call.buffers  # call.tracked_buffers
     rows, ranks, fault, number = exchange.send(row)
     if call.accumulate is not None:

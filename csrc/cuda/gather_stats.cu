@@ -23,7 +23,8 @@ __device__ __forceinline__ V add_lanes(V value) {
   return __shfl_sync(kAllLanes, value, 0);
 }
 
-// The ranks' rows, or with `is_sum` their sums in double. All lanes of a warp construct it and merge together.
+// The ranks' rows, or with `is_sum` the sum of their summable statistics. All lanes of a warp construct it and merge
+// together.
 template <typename A>
 class Ranks {
   const A* rows;
