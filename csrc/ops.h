@@ -178,4 +178,13 @@ Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input,
   return allocate_vector(0, scalar_type(input), input);
 }
 
+template <typename Device, typename Library>
+void register_ops(Library& library) {
+  library.impl("batch_norm_stats", TORCH_BOX(&batch_norm_stats<Device>));
+  library.impl("batch_norm_gather_stats", TORCH_BOX(&batch_norm_gather_stats<Device>));
+  library.impl("batch_norm_elemt", TORCH_BOX(&batch_norm_elemt<Device>));
+  library.impl("batch_norm_backward_reduce", TORCH_BOX(&batch_norm_backward_reduce<Device>));
+  library.impl("batch_norm_backward_elemt", TORCH_BOX(&batch_norm_backward_elemt<Device>));
+}
+
 }  // namespace bagua_syncbn

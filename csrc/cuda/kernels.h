@@ -1,4 +1,4 @@
-// The ops on plain device memory, without torch: declared for torch/register.cpp, defined in the .cu files.
+// The ops on plain device memory, without torch: called by ../ops.h, defined in the .cu files.
 //
 // Each op launches one or two kernels and returns, or raises std::runtime_error. Per-channel tensors are contiguous.
 #pragma once
