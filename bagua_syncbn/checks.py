@@ -100,14 +100,14 @@ def check_tensors(tensors: Tensors, buffers: ops.Buffers, training: bool, layer:
     ):
         if tensor is None:
             continue
-        _check_device(name, tensor, input)
+        _check_is_local(name, tensor, input)
         if not tensor.is_floating_point():
             raise TypeError(f"{name}: expected a floating point tensor, got {tensor.dtype}")
         if is_traced:
             continue
         if tensor.size() != input.shape[1:2]:
             if tensor.size() == (getattr(layer, "num_features", None),):
-                raise RuntimeError(f"expected {tensor.size(0)} channels, got {input.size(1)}")
+                raise RuntimeError(f"input: expected {tensor.size(0)} channels, got {input.size(1)}")
             raise RuntimeError(f"{name}: expected {input.size(1)} elements, one per channel, got {list(tensor.size())}")
         if training and name.startswith("running") and not tensor.is_contiguous():
             raise RuntimeError(f"{name}: expected a contiguous tensor in training, got stride {tensor.stride()}")
@@ -116,13 +116,13 @@ def check_tensors(tensors: Tensors, buffers: ops.Buffers, training: bool, layer:
     if running_mean is running_var is not None:
         raise ValueError("running_mean, running_var: expected two tensors, got the same one twice")
     if counter is not None:
-        _check_device("num_batches_tracked", counter, input)
+        _check_is_local("num_batches_tracked", counter, input)
         if counter.dtype.is_complex or counter.dtype == torch.bool:
             raise TypeError(f"num_batches_tracked: expected an integer or float tensor, got {counter.dtype}")
         if not is_traced and counter.numel() != 1:
             raise RuntimeError(f"num_batches_tracked: expected one element, got {list(counter.size())}")
     if residual is not None:
-        _check_device("residual", residual, input)
+        _check_is_local("residual", residual, input)
         check_is_dense("residual", residual)
         if residual.dtype != input.dtype:
             raise TypeError(f"residual: expected {input.dtype}, the dtype of input, got {residual.dtype}")
@@ -131,12 +131,12 @@ def check_tensors(tensors: Tensors, buffers: ops.Buffers, training: bool, layer:
             raise RuntimeError(f"residual: expected {list(input.size())}, the size of input, got {size}")
 
 
-def _check_device(name: str, tensor: Tensor, input: Tensor) -> None:
-    """Raises unless ``tensor`` is a local tensor on the device of ``input``."""
+def _check_is_local(name: str, tensor: Tensor, input: Tensor) -> None:
+    """Raises unless ``tensor`` is a plain tensor on the device of ``input``."""
     if type(tensor) not in (Tensor, nn.Parameter):
         check_is_tensor(name, tensor)
         if is_distributed(tensor):
-            raise TypeError(f"{name}: expected a tensor of this rank, like input, got {type(tensor).__name__}")
+            raise TypeError(f"{name}: expected a plain tensor, like input, got {type(tensor).__name__}")
     if tensor.device != input.device:
         raise RuntimeError(f"{name}: expected a tensor on {input.device}, like input, got one on {tensor.device}")
 

@@ -75,7 +75,7 @@ def dry_run(model: nn.Module, training: Collection[nn.Module] = ()) -> Iterator[
         yield
 
 
-def pass_over(module: nn.Module, batches: Iterable[Any], forward: Any, device: Any) -> Callable[[], None]:
+def batch_loop(module: nn.Module, batches: Iterable[Any], forward: Any, device: Any) -> Callable[[], None]:
     """Checks the arguments and returns a function that calls ``forward`` with each batch.
 
     If ``forward`` is None, it calls ``module`` with each batch, or with the first item of the batch.

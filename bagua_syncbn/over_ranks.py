@@ -61,7 +61,7 @@ def mean_over_ranks(
         - Output: scalar, in the dtype of ``values``; sums are computed in float32 or float64.
 
     Raises:
-        TypeError: ``values`` is not a floating point tensor of this rank, ``mask`` not a bool tensor, or ``count`` not
+        TypeError: ``values`` is not a plain floating point tensor, ``mask`` not a bool tensor, or ``count`` not
             a number; ``process_group`` has an unknown type.
         ValueError: ``mask`` does not fit ``values``; ``values`` is a scalar, and ``count`` is None; ``count`` is
             negative, not finite or not a single number; ``gradients`` is invalid.
@@ -100,7 +100,7 @@ def _check(values: Any, mask: Any, count: Any, gradients: Any) -> None:
     check_is_tensor("values", values)
     if is_distributed(values) or not values.is_floating_point():
         got = f"{type(values).__name__} of {values.dtype}"
-        raise TypeError(f"values: expected a floating point tensor of this rank, got {got}")
+        raise TypeError(f"values: expected a plain floating point tensor, got {got}")
     if values.dim() == 0 and count is None:
         raise ValueError('values: expected per-sample losses (reduction="none"), or a sum and count; got a scalar')
     if mask is not None:
@@ -121,9 +121,9 @@ def sum_over_ranks(
 ) -> Tensor:
     """Returns the float64 sum of ``packed`` (n) over the ranks of ``communicator``, with equal bits on all ranks.
 
-    ``what``, the name of the call in errors, the class of ``module`` and ``details`` must be equal on all ranks. A
-    mismatch raises on CPU, and also on devices if ``module`` is given, which makes the host wait. Otherwise the sum is
-    NaN, and on devices with a fault record a later call raises.
+    ``what`` (the name of the call in errors), the class of ``module`` and ``details`` must be equal on all ranks. On
+    CPU a mismatch raises. On devices it raises if ``module`` is given, which makes the host wait; otherwise the sum is
+    NaN, and a later call raises if the device has a fault record.
     """
     if communicator.size == 1:
         return packed

@@ -85,8 +85,10 @@ class Job:
                 or of the ``given`` group if it is shorter.
         """
         ranks = self.ranks_of(rule) if creates else self._ranks.get(rule)
-        if ranks is None or (user == "layers" and len(ranks) == 1):
-            return ranks and LOCAL
+        if ranks is None:
+            return None
+        if user == "layers" and len(ranks) == 1:
+            return LOCAL
         model = given or self._world()
         known = self._communicators.setdefault(model, {})
         if not creates:

@@ -64,7 +64,7 @@ def _namespace(cls: type[nn.Module]) -> dict[str, Any]:
     return {"__module__": cls.__module__, "__doc__": cls.__doc__, "__reduce_ex__": _reduce_ex, "local_class": cls}
 
 
-class _WithoutTorchsSync(type):
+class _WithoutSyncBatchNorm(type):
     """Metaclass that omits ``nn.SyncBatchNorm`` from the MRO: DistributedDataParallel rejects it on CPU."""
 
     def mro(cls) -> list[type]:
@@ -74,7 +74,7 @@ class _WithoutTorchsSync(type):
 @functools.cache
 def _derived_class(cls: Any) -> type[SyncBatchNorm]:
     namespace = _namespace(cls)
-    metaclass = _WithoutTorchsSync if issubclass(cls, nn.SyncBatchNorm) else type
+    metaclass = _WithoutSyncBatchNorm if issubclass(cls, nn.SyncBatchNorm) else type
     bases: tuple[type, ...] = cls, SyncBatchNorm
     if cls.forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
         namespace["forward"] = observed_forward(cls.forward)

@@ -102,7 +102,7 @@ def _counted_once(layer: SyncBatchNorm) -> Iterator[None]:
             counter.copy_(before)
 
 
-class _TorchsCall(NamedTuple):
+class _BatchNormCall(NamedTuple):
     input: Tensor
     running_mean: Tensor | None
     running_var: Tensor | None
@@ -120,10 +120,10 @@ class _TorchsCall(NamedTuple):
         return any(id(tensor) in ids for tensor in self[1:5])
 
 
-_BATCH_NORMS: Mapping[Any, Callable[..., _TorchsCall]] = {
-    F.batch_norm: _TorchsCall,
+_BATCH_NORMS: Mapping[Any, Callable[..., _BatchNormCall]] = {
+    F.batch_norm: _BatchNormCall,
     torch.batch_norm: lambda input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled: (
-        _TorchsCall(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        _BatchNormCall(input, running_mean, running_var, weight, bias, training, momentum, eps)
     ),
 }
 

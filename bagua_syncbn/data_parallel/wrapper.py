@@ -79,7 +79,8 @@ class DataParallelWithCallback(nn.DataParallel):  # type: ignore[type-arg]
         tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
         counts = {len(tensor.chunk(size, self.dim)) for tensor in tensors} or {1}
         if len(counts) > 1:
-            raise ValueError(f"inputs: tensors split into different numbers of chunks, {sorted(counts)}")
+            got = ", ".join(map(str, sorted(counts)))
+            raise ValueError(f"inputs: expected tensors that split into equally many chunks, got {got} chunks")
 
         def part(rank: int, tensor: Tensor) -> Tensor:
             return tensor.chunk(size, self.dim)[rank].to(device_ids[rank])

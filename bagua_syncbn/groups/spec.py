@@ -141,7 +141,7 @@ class GroupSpec:
         self.given = given
         # None until the running job has created it. torch.compile guards on this attribute.
         self._communicator: Communicator | None = None
-        self._job: Callable[[], Any] = lambda: None  # that has created it
+        self._job: Callable[[], Any] = lambda: None  # the job that created it
 
     def communicator(self) -> Communicator:
         """Returns the communicator in the running job, LOCAL if no job runs. All ranks create it at the first use.

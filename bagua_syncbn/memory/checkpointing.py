@@ -110,7 +110,10 @@ class _Run:
             if self.repeated is not None:
                 calls, number = self.repeated._calls.get(layer, []), self.counts[layer]
                 if number == len(calls):
-                    text = f"recomputation calls the layer more often than the first run, which made {number} call(s)"
+                    text = (
+                        f"recomputation calls the layer more often than the first run, which made {number} call(s); a "
+                        "checkpointed function must make the same calls each time"
+                    )
                     raise named(RuntimeError(text), layer)
                 self.counts[layer] += 1
                 made = calls[number]

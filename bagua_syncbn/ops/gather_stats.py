@@ -25,6 +25,7 @@ def _merge_rows(gathered: Tensor, fault: Tensor | None) -> tuple[Tensor, Tensor,
     means, variances, low, high, headers = rows.split([channels, channels, 1, 1, size], dim=1)
     differs = (headers != headers[0]).any(1)
     is_wrong = differs | ~(_is_integer(low, WORD - 1) & _is_integer(high, _MAX_HIGH)).squeeze(1)
+    # The first rank with a different header, or else the first with an invalid count.
     fails, rank = is_wrong.any(), (2 * differs + is_wrong).argmax().view(1)
     record(fault, fails, [torch.where(differs.any(), 1, 2), rank, headers[0], headers[rank]])
     counts = (low.to(torch.int64) + high.to(torch.int64) * WORD).masked_fill(fails, 0)

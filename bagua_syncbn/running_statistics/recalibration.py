@@ -7,7 +7,7 @@ from warnings import warn
 import torch
 from torch import nn
 
-from ..dry_run import dry_run, pass_over
+from ..dry_run import batch_loop, dry_run
 from ..errors import notifies_peers
 from ..groups import spec_of
 from ..models import attached
@@ -71,7 +71,7 @@ def recalibrate_statistics(
         >>> bagua_syncbn.recalibrate_statistics(averaged, loader, device="cuda")
     """
     spec = spec_of(process_group)
-    run = pass_over(module, batches, forward, device)
+    run = batch_loop(module, batches, forward, device)
     layers = layers_with_statistics(module)
     for name, layer in layers.items():
         if not isinstance(layer, SyncBatchNorm):

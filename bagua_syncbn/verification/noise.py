@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..checks import is_distributed
-from ..dry_run import dry_run, pass_over
+from ..dry_run import batch_loop, dry_run
 from ..masked import is_masked
 from ..sync_batchnorm import SyncBatchNorm
 from .ranks import Peers
@@ -137,7 +137,7 @@ _Input: TypeAlias = tuple[Tensor, int, float]
 
 def _observe(module: nn.Module, batches: Iterable[Any], forward: object, device: Any) -> dict[str, list[_Input]]:
     """Returns the inputs of each layer."""
-    run = pass_over(module, batches, forward, device)
+    run = batch_loop(module, batches, forward, device)
     modules = unwrapped(module).named_modules()
     layers: dict[str, Any] = {name: part for name, part in modules if isinstance(part, _BatchNorm) and part.training}
     if not layers:

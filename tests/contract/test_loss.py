@@ -201,7 +201,7 @@ def test_the_loss_takes_one_message_and_the_host_does_not_wait_for_a_device(monk
 VALUES = torch.ones(2, 3)
 INVALID = [
     (([1.0],), {}, TypeError, "values: expected a tensor, got list"),
-    ((torch.ones(3, dtype=torch.int64),), {}, TypeError, "of this rank, got Tensor of torch.int64"),
+    ((torch.ones(3, dtype=torch.int64),), {}, TypeError, "a plain floating point tensor, got Tensor of torch.int64"),
     ((VALUES.mean(),), {}, ValueError, "values: expected per-sample losses .*; got a scalar"),
     ((VALUES, VALUES), {}, TypeError, "mask: expected a bool tensor, got torch.float32"),
     ((VALUES,), {"count": "4"}, TypeError, "count: expected a number or a tensor, got str"),

@@ -38,7 +38,7 @@ def test_nested_inputs_are_split_and_outputs_gathered():
     output = model(x, [y, {"deep": (x,)}], options={"mask": y})
     assert isinstance(output["pair"], Pair)
     assert_same_bits(output, echo(x, [y, {"deep": (x,)}], options={"mask": y}) | {"count": torch.tensor([3, 2])})
-    with pytest.raises(ValueError, match=r"inputs: tensors split into different numbers of chunks, \[1, 2\]"):
+    with pytest.raises(ValueError, match=r"inputs: expected .* equally many chunks, got 1, 2 chunks"):
         model(x, y[:1])
     assert in_replicas(lambda: torch.ones(1))().tolist() == [1]  # without inputs, a single replica runs
     assert in_replicas(echo, output_device="meta")(x)["args"][0].device.type == "meta"

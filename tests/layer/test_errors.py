@@ -45,7 +45,7 @@ def function(**arguments):
 # Invalid calls of a layer, and the beginning of the error, in training and evaluation.
 INPUTS = [
     (ValueError, LAYER + "expected 4D input", lambda layer: layer(X[0])),
-    (RuntimeError, LAYER + "expected 4 channels, got 5", lambda layer: layer(torch.randn(2, 5, 3, 3))),
+    (RuntimeError, LAYER + "input: expected 4 channels, got 5", lambda layer: layer(torch.randn(2, 5, 3, 3))),
     (TypeError, LAYER + "input: expected a float16.*int64", lambda layer: layer(X.long())),
     (TypeError, LAYER + "input: expected a tensor, got list", lambda layer: layer([1.0])),
     (
