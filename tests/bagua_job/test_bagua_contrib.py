@@ -27,7 +27,7 @@ def test_models_with_baguas_layers_convert():
     assert type(bagua_syncbn.revert_sync_batchnorm(model)[0]) is original
 
 
-def test_the_method_and_algorithms_are_baguas():
+def test_contrib_keeps_the_method_and_algorithms_of_bagua():
     assert gradient_allreduce.GradientAllReduceAlgorithm is GradientAllReduceAlgorithm
     assert isinstance(resolve_algorithm(ByteGradAlgorithm), ByteGradAlgorithm)
     assert nn.Module.with_bagua is BaguaModule.with_bagua

@@ -24,7 +24,7 @@ from tests.helpers.replicated import parallel
 from tests.helpers.user_layers import BatchNormAct1d
 
 
-class Beside(nn.Module):
+class Parallel(nn.Module):
     """Layers of every kind in parallel, so that all buffers depend on the same input."""
 
     def __init__(self):
@@ -73,7 +73,7 @@ SPLITS = [[(2, 0, 5), (3, 4, 0)], [(1, 3, 2), (0, 6, 1)], [(1, 1, 1), (2, 1, 3)]
 @pytest.mark.ranks(2)
 def test_uneven_and_empty_micro_batches_update_buffers_once_without_more_messages():
     torch.manual_seed(0)
-    alone = Beside()
+    alone = Parallel()
     model = DistributedDataParallel(convert_sync_batchnorm(copy.deepcopy(alone)))
     plain = copy.deepcopy(model)
     everything, accumulated = [], []
@@ -109,7 +109,7 @@ def test_accumulating_on_one_rank_raises_on_all(calls):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputed_calls_are_not_counted(reentrant):
-    whole, (batches, batch) = Beside(), draw((3, 4))
+    whole, (batches, batch) = Parallel(), draw((3, 4))
     model = convert_sync_batchnorm(copy.deepcopy(whole))
     with accumulate_statistics(model):
         first, second = (checkpoint(model, own.requires_grad_(), use_reentrant=reentrant) for own in batches)
@@ -149,7 +149,7 @@ def test_any_number_of_micro_batches_compiles_once():
 
 
 def test_errors_evaluation_and_nonfinite_batches_leave_the_buffers_unchanged():
-    model = convert_sync_batchnorm(Beside())
+    model = convert_sync_batchnorm(Parallel())
     skipping = SyncBatchNorm(3, skip_nonfinite=True).double()
     before = copy.deepcopy([model.state_dict(), skipping.state_dict()])
     batches, batch = draw((3, 4))

@@ -24,12 +24,12 @@ SIZES = (1, 3)  # the ranks' batch sizes
 BatchNorm = type(revert_sync_batchnorm(SyncBatchNorm(1)))  # for any number of dimensions
 
 
-class ByName(nn.BatchNorm2d):
+class CallsTorchByName(nn.BatchNorm2d):
     def forward(self, input):
         return nn.BatchNorm2d.forward(self, input).tanh()
 
 
-class OfAten(nn.BatchNorm2d):
+class CallsAten(nn.BatchNorm2d):
     def forward(self, input):
         factor = 1 / float(self.num_batches_tracked.add_(1)) if self.momentum is None else self.momentum
         buffers = self.running_mean, self.running_var
@@ -47,7 +47,7 @@ class WithPart(nn.BatchNorm2d):
         return super().forward(input) + self.part(input * 2)
 
 
-class ByPart(WithPart):
+class NormalizesInPart(WithPart):
     """A layer that normalizes with its part in training."""
 
     def forward(self, input):
@@ -65,7 +65,7 @@ class TwoBuffers(nn.BatchNorm2d):
         return F.batch_norm(input, self.other_mean, self.other_var, None, None, self.training, factor, self.eps)
 
 
-class OfTorchsSync(nn.SyncBatchNorm):
+class FromTorchSync(nn.SyncBatchNorm):
     """Like timm's SyncBatchNormAct."""
 
     def __init__(self, num_features):
@@ -76,14 +76,14 @@ class OfTorchsSync(nn.SyncBatchNorm):
         return self.act(super().forward(input))
 
 
-class OfType(nn.BatchNorm2d):
+class CallsSuperOfType(nn.BatchNorm2d):
     """Calls torch's forward through ``super(type(self), self)``, like SparK."""
 
     def forward(self, input):
         return super(type(self), self).forward(input * 2)
 
 
-class OfPackage(nn.SyncBatchNorm):
+class PlainTorchSync(nn.SyncBatchNorm):
     """A subclass without a custom forward."""
 
 
@@ -152,13 +152,13 @@ OF_PACKAGES = [
 ]
 PLANAR, IMAGES, UNTRACKED = (3, 4, 4), (1, 64, 64), {"track_running_stats": False}
 OF_TORCH = [BatchNorm, nn.SyncBatchNorm]
-OWN_FORWARDS = [BatchNormReLU, BatchNormAct, ByName, OfAten, WithPart, ByPart, TwoBuffers]
-OWN_FORWARDS += [OfTorchsSync, OfType, Frozen]
+OWN_FORWARDS = [BatchNormReLU, BatchNormAct, CallsTorchByName, CallsAten, WithPart, NormalizesInPart, TwoBuffers]
+OWN_FORWARDS += [FromTorchSync, CallsSuperOfType, Frozen]
 # Model constructors, and the shape of a sample.
 MODELS = {
     "BatchNorm1d": (partial(layers, nn.BatchNorm1d), (3,)),
     "BatchNorm3d": (partial(layers, nn.BatchNorm3d), (3, 2, 2, 2)),
-    **{cls.__name__: (partial(layers, cls), PLANAR) for cls in [OfPackage, *OF_TORCH, *OWN_FORWARDS]},
+    **{cls.__name__: (partial(layers, cls), PLANAR) for cls in [PlainTorchSync, *OF_TORCH, *OWN_FORWARDS]},
     "no parameters": (partial(layers, BatchNormAct, affine=False), PLANAR),
     "untracked": (partial(layers, BatchNormAct, **UNTRACKED), PLANAR),
     "untracked, no parameters": (partial(layers, BatchNormAct, affine=False, **UNTRACKED), PLANAR),
@@ -218,7 +218,7 @@ def check_model(kind, through, splits):
 @pytest.mark.parametrize(("kind", "through"), [
     *((kind, "nothing") for kind in MODELS),
     *((kind, "replicas") for kind in MODELS if MODELS[kind][1] is not IMAGES),
-    *(("OfType", through) for through in ("a file", "compile")),
+    *(("CallsSuperOfType", through) for through in ("a file", "compile")),
 ])  # fmt: skip
 def test_ranks_and_replicas_of_a_converted_model_equal_one_process(pool, kind, through):
     make(kind)  # skips the test if the package is missing

@@ -11,7 +11,7 @@ from bagua_syncbn import SyncBatchNorm, patch_torch_converter, revert_sync_batch
 from tests.helpers.user_layers import BatchNormReLU
 
 
-class TimmsSyncBatchNormAct(nn.SyncBatchNorm):
+class SyncBatchNormAct(nn.SyncBatchNorm):
     def __init__(self, num_features):
         super().__init__(num_features)
         self.act = nn.ReLU()
@@ -20,27 +20,27 @@ class TimmsSyncBatchNormAct(nn.SyncBatchNorm):
         return self.act(super().forward(input))
 
 
-def torchs():
+def torch_functions():
     functions = vars(nn.SyncBatchNorm)["__init__"], vars(nn.SyncBatchNorm)["convert_sync_batchnorm"]
     return functions, [inspect.signature(f) for f in (nn.SyncBatchNorm, nn.SyncBatchNorm.convert_sync_batchnorm)]
 
 
 def test_the_patch_keeps_signatures_and_ends():
-    before, signatures = torchs()
+    before, signatures = torch_functions()
     outer = patch_torch_converter()
-    patched = torchs()
+    patched = torch_functions()
     assert patched[1] == signatures
     with suppress(KeyError), patch_torch_converter():
-        model = nn.Sequential(BatchNormReLU(2), TimmsSyncBatchNormAct(2), ImportedBefore(2, process_group=1))
+        model = nn.Sequential(BatchNormReLU(2), SyncBatchNormAct(2), ImportedBefore(2, process_group=1))
         assert [isinstance(layer, SyncBatchNorm) for layer in model] == [False, True, True]
         assert ImportedBefore.convert_sync_batchnorm(model) is model
         raise KeyError
-    assert torchs() == patched
+    assert torch_functions() == patched
     outer.close()
-    assert torchs() == (before, signatures)
+    assert torch_functions() == (before, signatures)
     assert all(isinstance(layer, SyncBatchNorm) for layer in model)
     assert [layer.process_group for layer in model] == [None, None, 1]
     assert model[1](torch.randn(4, 2)).min() == 0
     revert_sync_batchnorm(model)
-    assert [type(layer) for layer in model] == [BatchNormReLU, TimmsSyncBatchNormAct, nn.SyncBatchNorm]
+    assert [type(layer) for layer in model] == [BatchNormReLU, SyncBatchNormAct, nn.SyncBatchNorm]
     assert model[2].process_group == 1

@@ -19,7 +19,7 @@ from bagua_syncbn import (
     register_converter,
     revert_sync_batchnorm,
 )
-from tests.conversion.test_models import ByPart, WithPart
+from tests.conversion.test_models import NormalizesInPart, WithPart
 from tests.helpers.fake_packages import Apex, Mmcv
 from tests.helpers.user_layers import BatchNormAct, Centered
 
@@ -35,7 +35,7 @@ class OfGhosts(nn.BatchNorm2d):
 
 @pytest.mark.parametrize(("cls", "what"), [
     (Centered, "called neither"),
-    (ByPart, "called neither"),  # its part is left out by filter
+    (NormalizesInPart, "called neither"),  # its part is left out by filter
     (OfGhosts, "called F.batch_norm with tensors that are not the layer's"),
 ])  # fmt: skip
 def test_an_unsynchronized_forward_raises(cls, what):

@@ -48,8 +48,10 @@ def test_calls_out_of_order_are_refused_and_send_nothing():
 
 
 def interrupted(places):
-    """Rank 1 waits in two threads. Its peers return their errors; it returns its second thread's error, and the seconds
-    since Ctrl-C."""
+    """On rank 1, two threads wait in the group until Ctrl-C.
+
+    Rank 1 returns the second thread's error and the seconds since Ctrl-C. Its peers return their errors.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore SIGINT
     group = dist.new_group()
     communicator, store = over(places, group), backend_and_store(group)[1]

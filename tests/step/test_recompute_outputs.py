@@ -245,7 +245,7 @@ def test_parameters_may_change_before_backward():
     assert torch.equal(torch.autograd.grad(loss, output)[0], *expected)
 
 
-def test_other_hooks_for_saved_tensors_decide():
+def test_other_saved_tensor_hooks_get_the_same_tensors():
     model, packed = make_model("activation_of_the_layer"), []
     for forward in (model, partial(in_context, model)):
         with saved_tensors_hooks(lambda tensor: packed.append(tensor.shape) or tensor, lambda tensor: tensor):
@@ -253,7 +253,7 @@ def test_other_hooks_for_saved_tensors_decide():
     assert packed[: len(packed) // 2] == packed[len(packed) // 2 :]
 
 
-def test_transforms_of_functions_have_no_hooks():
+def test_recompute_outputs_has_no_effect_in_function_transforms():
     model = recompute_outputs(nn.Sequential(SyncBatchNorm(4, track_running_stats=False), nn.SiLU()))
     batch = torch.randn(5, 4)
     parameters = dict(model.named_parameters())
