@@ -87,7 +87,7 @@ def batch_loop(module: nn.Module, batches: Iterable[Any], forward: Any, device: 
     check_module(module)
     check_callable("forward", forward, "a function of a batch")
     if forward is not None and device is not None:
-        raise ValueError("device: expected None with forward, which gets unchanged batches")
+        raise ValueError(f"device: expected None with forward, which gets unchanged batches; got {device!r}")
     if not isinstance(batches, Iterable) or isinstance(batches, Tensor):
         raise TypeError(f"batches: expected an iterable of batches, got {type(batches).__name__}")
 

@@ -154,7 +154,7 @@ def _check_can_revert(layer: SyncBatchNorm, cls: type[nn.Module]) -> None:
         if value != default and not hasattr(cls, name):
             raise ValueError(
                 f"module: cannot revert {name_of(layer)} to {full_name(cls)}, which has no {name}={value!r}; set "
-                f"{name} to {default!r}, and compute the difference elsewhere in the model"
+                f"{name} to {default!r}, and move its computation elsewhere in the model"
             )
 
 

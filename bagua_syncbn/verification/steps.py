@@ -172,7 +172,7 @@ def joined(batches: Sequence[Any]) -> Any:
         if isinstance(row[0], Tensor) and row[0].dim():
             return torch.cat(row)
         if len({pickle.dumps(value) for value in row}) > 1:
-            raise ValueError(f"batch: expected tensors, or equal values on all ranks, got {row}; or pass merge")
+            raise ValueError(f"batch: expected tensors, or equal values on all ranks, got {row!r:.200}; or pass merge")
         return row[0]
 
     return pytree.tree_map(join, *batches)
