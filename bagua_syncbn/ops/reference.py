@@ -2,8 +2,6 @@
 
 from .backward_elemt import batch_norm_backward_elemt
 from .backward_reduce import batch_norm_backward_reduce
-from .definition import per_channel
 from .elemt import batch_norm_elemt
 from .gather_stats import batch_norm_gather_stats
-from .headers import header_sums_of
 from .stats import batch_norm_stats
