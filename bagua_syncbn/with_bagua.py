@@ -51,7 +51,7 @@ def with_bagua(
         optimizers: the module's optimizers.
         algorithm: how to exchange gradients: an algorithm object, class or registered name of Bagua. None means
             ``"gradient_allreduce"``. Without Bagua, this is the only algorithm: pass its name, or a
-            ``GradientAllReduceAlgorithm`` with ``average=True`` from Bagua or :mod:`bagua_syncbn.contrib.algorithms`.
+            ``GradientAllReduceAlgorithm`` with ``average=True`` from Bagua or ``bagua_syncbn.contrib.algorithms``.
         process_group: the ranks to train together: a :class:`torch.distributed.ProcessGroup`; in a Bagua job also a
             ``BaguaProcessGroup``; otherwise also a description for :func:`~bagua_syncbn.sync_group` (all ranks of the
             job create the groups in this call); None for all ranks.

@@ -43,7 +43,7 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """Result of :func:`conversion_report`. ``str`` returns a summary and a line for each layer."""
+    """Result of :func:`~bagua_syncbn.conversion_report`. ``str`` returns a summary and a line for each layer."""
 
     layers: tuple[Finding, ...]
 
@@ -71,7 +71,8 @@ def conversion_report(module: nn.Module, *, filter: Filter | None = None) -> Con
         filter: as for :func:`convert_sync_batchnorm`.
 
     Returns:
-        A report: ``str`` returns a summary and a line for each layer, and ``layers`` is a tuple of :class:`Finding`.
+        A :class:`~bagua_syncbn.conversion.report.ConversionReport`. Its ``layers`` are a tuple of
+        :class:`~bagua_syncbn.conversion.report.Finding`.
 
     Raises:
         TypeError: ``module`` is not a module, or ``filter`` is not callable.

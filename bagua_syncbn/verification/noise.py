@@ -39,7 +39,10 @@ class LayerNoise:
 
 @dataclass(frozen=True)
 class BatchNoise:
-    """Result of :func:`measure_batch_noise`, equal on all ranks; ``str`` returns the verdict and a table."""
+    """Result of :func:`~bagua_syncbn.measure_batch_noise`, equal on all ranks.
+
+    ``str`` returns the verdict and a table.
+    """
 
     layers: tuple[LayerNoise, ...]
     samples: int
@@ -105,8 +108,9 @@ def measure_batch_noise(
         module: the model in training mode, wrapped or not, converted or not. Layers in evaluation mode are skipped.
         samples: samples per rank that the verdict assumes; None for the size of the largest batch.
         limit: the verdict is to synchronize if the noise exceeds this limit.
-        batches, forward, device, process_group: as for :func:`recalibrate_statistics`. A few hundred samples in total
-            are enough; each takes 16 bytes per channel.
+        batches: as for :func:`recalibrate_statistics`. A few hundred samples in total are enough; each takes 16 bytes
+            per channel.
+        forward, device, process_group: as for :func:`recalibrate_statistics`.
 
     Raises:
         TypeError: ``module`` is not a module, ``batches`` not an iterable of batches, or ``forward`` not callable.

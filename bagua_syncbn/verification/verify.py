@@ -19,7 +19,10 @@ from .steps import Comparison, Loss, Twins, differences, joined, kind_of
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of :func:`verify_synchronization`, equal on all ranks: true if the ranks equal one process."""
+    """Result of :func:`~bagua_syncbn.verify_synchronization`, equal on all ranks.
+
+    It is true if the ranks equal one process.
+    """
 
     ranks: int
     """Number of ranks."""
