@@ -63,7 +63,7 @@ def test_errors_name_the_layer_in_the_model():
     model.me = model
     copied = pickle.loads(pickle.dumps(copy.deepcopy(convert_sync_batchnorm(model))))
     for layer, name in ((copied[1], "SyncBatchNorm2d '1'"), (copied[2][0], "SyncBatchNormReLU '2.0'")):
-        with pytest.raises(RuntimeError, match=f"^{name}: expected 4 channels"):
+        with pytest.raises(RuntimeError, match=f"^{name}: input: expected 4 channels"):
             layer(torch.randn(2, 3, 5, 5))
 
 
