@@ -63,7 +63,7 @@ struct Fiber {
 
 // The running block.
 std::vector<Fiber> fibers;
-std::vector<size_t> ready;
+std::vector<std::vector<size_t>> ready;  // threads that can run, by warp
 size_t running = 0;
 size_t at_barrier = 0, done = 0;
 void* scheduler = nullptr;
@@ -114,7 +114,7 @@ void run_fiber() {
 
 void release(size_t thread) {
   fibers[thread].state = State::kReady;
-  ready.push_back(thread);
+  ready[thread / kLanes].push_back(thread);
 }
 
 // Completes a shuffle once all lanes of the mask have reached it.
@@ -144,7 +144,7 @@ void try_shuffle() {
 
 void run_block(unsigned block, dim3 threads) {
   place.block = {block % grid_size.x, block / grid_size.x, 0};
-  ready.clear();
+  ready.assign((fibers.size() + kLanes - 1) / kLanes, {});
   at_barrier = done = 0;
   for (size_t i = 0; i < fibers.size(); ++i) {
     Fiber& fiber = fibers[i];
@@ -156,16 +156,23 @@ void run_block(unsigned block, dim3 threads) {
     fiber.context = top - 6;
     release(i);
   }
+  size_t warp = random_bits() % ready.size();
   while (done < fibers.size() && failure.empty()) {
-    if (ready.empty()) return fail("deadlock: not all threads reach a barrier, or not all lanes a shuffle");
-    std::swap(ready[random_bits() % ready.size()], ready.back());
-    running = ready.back();
-    ready.pop_back();
+    // A warp runs as far as it can before another one does: without a barrier, it would overtake slower warps.
+    for (size_t i = 0; ready[warp].empty(); ++i) {
+      if (i == ready.size()) return fail("deadlock: not all threads reach a barrier, or not all lanes a shuffle");
+      warp = i == 0 ? random_bits() % ready.size() : (warp + 1) % ready.size();
+    }
+    std::vector<size_t>& lanes = ready[warp];
+    std::swap(lanes[random_bits() % lanes.size()], lanes.back());
+    running = lanes.back();
+    lanes.pop_back();
     place.thread = fibers[running].index;
     switch_to(&scheduler, fibers[running].context, fibers[running].stack, kStack, false);
     if (at_barrier == fibers.size()) {
       at_barrier = 0;
       for (size_t i = 0; i < fibers.size(); ++i) release(i);
+      warp = random_bits() % ready.size();
     }
   }
 }

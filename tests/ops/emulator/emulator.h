@@ -1,9 +1,10 @@
 // Runs CUDA kernels on the CPU, for tests: the parts of CUDA that csrc/cuda uses, in plain C++.
 //
-// Blocks run one by one in random order. The threads of a block are fibers, resumed in random order; a thread runs
-// until it waits at a barrier or, in a shuffle, for the other lanes of the mask. Errors that are rare on a GPU are
-// common here: a barrier or shuffle that not all threads reach, a shuffle from outside its mask or with different
-// masks. A missing barrier causes wrong results. Races between two waits are not detected.
+// Threads are fibers. Blocks, the warps of a block and the threads of a warp run one by one in random order: a thread
+// until it waits at a barrier or, in a shuffle, for the other lanes of the mask; a warp until all its threads wait.
+// Errors that are rare on a GPU are common here: a barrier or shuffle that not all threads reach, a shuffle from
+// outside its mask or with different masks. A missing barrier causes wrong results. Races between two waits are not
+// detected.
 #pragma once
 
 #include <cuda_runtime_api.h>
