@@ -19,8 +19,8 @@ BAGUA_SYNCBN_IN_LOOPS void for_each_row(Rows rows, bool stream, const Body& body
       if (++rows.channel == rows.channels) rows.channel = 0;
     }
   };
-  if (!stream) return all(std::false_type());
-  all(std::true_type());
+  if (!kCanStream || !stream) return all(std::false_type());
+  all(std::bool_constant<kCanStream>());
   end_streaming();
 }
 

@@ -42,12 +42,16 @@ inline void store_bytes(T* p, V v) {
   __builtin_memcpy(p, &v, sizeof(v));
 }
 
+#if defined(BAGUA_SYNCBN_MM)
+constexpr bool kCanStream = true;
 // Orders streaming stores before later stores, so that other threads can read the results.
 inline void end_streaming() {
-#if defined(BAGUA_SYNCBN_MM)
   _mm_sfence();
-#endif
 }
+#else
+constexpr bool kCanStream = false;
+inline void end_streaming() {}
+#endif
 
 // widen() loads a vector and converts it to the accumulate type. stored() converts it back to the type of its second
 // argument.
