@@ -29,18 +29,10 @@ demo: $(VENV)/installed-demo ## train on real data: one process, four synchroniz
 	@echo 'Training three times: a minute on two cores'
 	@$(BIN)/python examples/demo.py
 
-# Two passes: all tests with native kernels, then tests marked reference_too with the reference ops, only in these folders,
-# since collecting all tests takes ten seconds. The second pass runs even if the first fails. pytest exits with 5 if ARGS
-# selects no test.
-REFERENCE_TOO := tests/contract tests/ops
 # Three tests at a time, because tests with ranks often wait. Idle OpenMP threads must not spin.
 TEST_JOBS ?= 3
-PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal
 test: $(VENV)/installed-test ## tests without a GPU; ARGS='-k masks' selects tests
-	@run() { echo "$$*"; env "$$@" || test $$? = 5; }; \
-	run $(PYTEST) -m 'not gpu and not slow' $(ARGS); native=$$?; \
-	run BAGUA_SYNCBN_KERNELS=reference $(PYTEST) -q -m 'reference_too and not gpu and not slow' $(ARGS) $(REFERENCE_TOO) && \
-	exit $$native
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal -m 'not gpu and not slow' $(ARGS)
 
 # Many ranks, drawn cases, the real launcher, machine code for all cards, tensors of 2^31 values and tens of gigabytes.
 test-slow: $(VENV)/installed-test ## tests that take minutes or much memory
@@ -53,18 +45,21 @@ SANITIZE := -g1 -Og -fsanitize=address,undefined -fno-sanitize=null,object-size,
 SANITIZED = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=0:malloc_fill_byte=255:max_malloc_fill_size=2147483647 \
 	PYTHONPATH=build/sanitize/lib OMP_WAIT_POLICY=passive $(BIN)/pytest -q -s -p no:cacheprovider -m 'not slow'
-HAS_AVX512 = $(shell grep -o -m 1 avx512vl /proc/cpuinfo)
-sanitize: $(VENV)/installed-test ## kernels under AddressSanitizer and UndefinedBehaviorSanitizer, CUDA kernels emulated
-	BAGUA_SYNCBN_BUILD=cpu BAGUA_SYNCBN_CXXFLAGS='$(SANITIZE)' $(BIN)/python setup.py -q \
-		build --build-lib build/sanitize/lib
-	$(MAKE) --no-print-directory -j 3 sanitize-emulated sanitize-avx2 sanitize-baseline $(HAS_AVX512:%=sanitize-avx512)
+SANITIZED_SETS := avx2 baseline $(if $(shell grep -m 1 avx512vl /proc/cpuinfo),avx512)
+sanitize: $(addprefix sanitize-,emulated $(SANITIZED_SETS)) ## kernels under address and undefined sanitizers; use -j 3
+
+# In folders of its own: `make wheel` may run at the same time.
+build/sanitize/built: $(VENV)/installed-test $(SOURCES) $(shell find bagua_syncbn -name '*.py')
+	BAGUA_SYNCBN_BUILD=cpu BAGUA_SYNCBN_CXXFLAGS='$(SANITIZE)' $(BIN)/python setup.py -q build \
+		--build-lib build/sanitize/lib --build-temp build/sanitize/temp
+	@touch $@
 
 # Each case in one dtype; half of the cases with activations, which take longest.
-sanitize-emulated:
+sanitize-emulated: build/sanitize/built
 	$(SANITIZED) tests/ops/test_cuda.py tests/ops/test_values.py tests/ops/test_headers.py \
 		-k 'test_cuda or (emulated and (float32 or (bfloat16 and not activations)))'
 
-sanitize-%:
+$(addprefix sanitize-,$(SANITIZED_SETS)): sanitize-%: build/sanitize/built
 	BAGUA_SYNCBN_CPU_CAPABILITY=$* $(SANITIZED) tests/ops/test_native.py tests/ops/test_values.py tests/ops/test_headers.py \
 		-k 'not emulated and not reference and not aten and not instruction_set and not temporaries and not one_process'
 

@@ -25,12 +25,19 @@ os.environ["KINETO_CONFIG"] = str(Path(__file__).parent / "helpers" / "kineto.co
 
 
 @pytest.fixture(scope="session")
-def pool():
-    """The rank processes, see `helpers/workers.py`."""
+def pools():
+    """Rank processes with native kernels and with the reference ops; they start at their first use."""
     torch.set_num_threads(1)  # the ranks need the cores
-    workers = WorkerPool()
+    workers = {"native": WorkerPool(), "reference": WorkerPool(BAGUA_SYNCBN_KERNELS="reference")}
     yield workers
-    workers.close()
+    for each in workers.values():
+        each.close()
+
+
+@pytest.fixture
+def pool(request, pools):
+    """The rank processes, see `helpers/workers.py`."""
+    return pools[getattr(request, "param", "native")]
 
 
 @pytest.fixture
@@ -40,10 +47,10 @@ def large(pool):
     pool.forget_job()
 
 
-@pytest.fixture(params=["pool", "large"])
-def groups(request):
+@pytest.fixture(params=["gathered", "summed"])
+def groups(request, pool):
     """The pool, with groups that gather statistics and with groups that sum them."""
-    return request.getfixturevalue(request.param)
+    return request.getfixturevalue("large") if request.param == "summed" else pool
 
 
 @pytest.fixture(scope="module")
@@ -70,14 +77,29 @@ def reset_state():
     forget_compilations()
 
 
+def pytest_generate_tests(metafunc):
+    """Tests with the mark ``reference_too`` also run with the reference ops."""
+    if metafunc.definition.get_closest_marker("reference_too"):
+        if "pool" not in metafunc.fixturenames:
+            metafunc.fixturenames.append("pool")
+        metafunc.parametrize("pool", ["native", "reference"], indirect=True)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
-    """Runs tests with the mark ``ranks(n)`` on n ranks; with ``new_job=True`` in a new job."""
+    """Runs tests with the mark ``ranks(n)`` on n ranks; with ``new_job=True`` in a new job.
+
+    Tests without ranks run on one rank if they need the reference ops, which are chosen at import.
+    """
     mark = pyfuncitem.get_closest_marker("ranks")
+    names = pyfuncitem._fixtureinfo.argnames
+    kernels = pyfuncitem.callspec.params.get("pool") if hasattr(pyfuncitem, "callspec") else None
+    if mark is None and kernels == "reference" and not {"pool", "groups"} & set(names):
+        mark = pytest.mark.ranks(1).mark
     if mark is None:
         return None
     pool, arguments = pyfuncitem._request.getfixturevalue("pool"), pyfuncitem.funcargs
-    test = partial(pyfuncitem.obj, **{name: arguments[name] for name in pyfuncitem._fixtureinfo.argnames})
+    test = partial(pyfuncitem.obj, **{name: arguments[name] for name in names})
     is_new = mark.kwargs.get("new_job", False)
     if is_new:
         pool.forget_job()

@@ -44,10 +44,12 @@ class WorkerPool:
 
     Args:
         join: called on each rank before its first function in a job, with a file for a store, rank and world size.
+        environment: environment variables of the ranks.
     """
 
-    def __init__(self, join: Callable[[str, int, int], None] = join_job) -> None:
+    def __init__(self, join: Callable[[str, int, int], None] = join_job, **environment: str) -> None:
         self._join = join
+        self._environment = environment
         self._context = fork_context()
         self._directory = Path(tempfile.mkdtemp(prefix="bagua_syncbn_ranks_"))
         self._stores = itertools.count()
@@ -90,7 +92,7 @@ class WorkerPool:
         new = range(len(self._processes), world_size)
         for rank in new:
             ours, theirs = self._context.Pipe()
-            arguments = rank, theirs, str(self._stacks(rank)), self._join
+            arguments = rank, theirs, str(self._stacks(rank)), self._join, self._environment
             process = self._context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -131,7 +133,10 @@ class WorkerPool:
         return self._directory / f"stacks{rank}"
 
 
-def _serve(rank: int, pipe: Connection, stacks: str, join: Callable[[str, int, int], None]) -> None:
+def _serve(
+    rank: int, pipe: Connection, stacks: str, join: Callable[[str, int, int], None], environment: dict[str, str]
+) -> None:
+    os.environ.update(environment)  # before the first function imports bagua_syncbn
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore SIGINT
     # A rank that leaves a job early would close connections that peers are still opening.

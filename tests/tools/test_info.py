@@ -63,3 +63,11 @@ def test_plain_torch_instead_of_the_library_explains_why_there_is_no_shared_memo
     monkeypatch.setenv("BAGUA_SYNCBN_KERNELS", "reference")
     reason = "BAGUA_SYNCBN_KERNELS=reference, which loads no native library"
     assert collect_info()["exchange_on_one_host"] == f"collectives: {reason}"
+
+
+def kernels_of_rank():
+    return bagua_syncbn.ops.KERNELS
+
+
+def test_ranks_run_the_reference_ops_on_demand(pools):
+    assert pools["reference"].run(kernels_of_rank, 2) == ["reference"] * 2
