@@ -32,13 +32,13 @@ def handle_error(error: Exception, peers: tuple[Any, Any] | None) -> None:
     """Notifies ``peers`` (process group and layer or model) of ``error``. The caller re-raises the error.
 
     Raises:
-        Exception: torch's own error instead of ``error``, see :func:`raise_torchs`.
+        RuntimeError: torch's error, if a kernel ran out of memory.
     """
     if torch.compiler.is_compiling() or isinstance(error, NO_ERRORS):
         return
     if peers is not None:
         notify_peers(*peers, error)
-    raise_torchs(error)
+    raise_if_out_of_memory(error)
 
 
 def notifies_peers(
@@ -70,8 +70,8 @@ def notifies_peers(
     return decorate
 
 
-def raise_torchs(error: Exception) -> None:
-    """Raises torch's error instead of ``error`` if a kernel ran out of memory.
+def raise_if_out_of_memory(error: Exception) -> None:
+    """Raises torch's error instead of a kernel's out-of-memory ``error``; ignores other errors.
 
     The allocation is repeated. If it succeeds, the error has torch's class for the device.
     """
@@ -81,7 +81,7 @@ def raise_torchs(error: Exception) -> None:
     values, itemsize, device = found.groups()
     try:
         torch.empty(int(values), int(itemsize), dtype=torch.uint8, device=device)
-    except RuntimeError as torchs:
-        raise torchs from None
+    except RuntimeError as torch_error:
+        raise torch_error from None
     if device != "cpu":
         raise torch.OutOfMemoryError(str(error)) from None

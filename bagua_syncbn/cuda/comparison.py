@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import raise_torchs
+from ..errors import raise_if_out_of_memory
 from ..ops import HEADER_SUMS_SIZE, accumulate_dtype, reduced_dims, reference
 from ..ops.moments import Moments
 from ..torch_internals.autograd import outside_of_modes
@@ -38,7 +38,7 @@ def find_difference(native: Any, device: torch.device, dtype: torch.dtype) -> st
             try:
                 actual = _outcome(native, call)
             except RuntimeError as error:
-                raise_torchs(error)  # out of memory: the kernels may be right
+                raise_if_out_of_memory(error)  # the kernels may be right
                 wait_for(device)
                 return f"{call.op} for {dtype} fails: {error}"
             for result, wanted in zip(actual, expected, strict=True):

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from .. import ops
-from ..errors import raise_torchs
+from ..errors import raise_if_out_of_memory
 from ..names import name_of
 from ..step.call import Normalization
 from ..threads import this_thread
@@ -150,7 +150,7 @@ def _normalized(input: Tensor, version: int, factors: Sequence[Tensor | None], n
     try:
         output: Tensor = ops.batch_norm_elemt(input, *factors, None, activation.code, activation.parameter)
     except RuntimeError as error:
-        raise_torchs(error)
+        raise_if_out_of_memory(error)
         raise
     return output if norm.masking is None else norm.masking.clear_outputs(output)
 

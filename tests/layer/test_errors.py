@@ -21,7 +21,7 @@ from bagua_syncbn import (
     recalibrate_statistics,
     sync_batch_norm,
 )
-from bagua_syncbn.errors import raise_torchs
+from bagua_syncbn.errors import raise_if_out_of_memory
 from benchmarks.one_rank import Twin
 
 NAN = float("nan")
@@ -242,5 +242,5 @@ def test_running_out_of_memory_raises_torchs_error(training):
 def test_out_of_memory_errors_have_the_class_of_the_device():
     message = "memory: expected 8 values of 4 bytes on meta, got none"
     with pytest.raises(torch.OutOfMemoryError, match=message):
-        raise_torchs(RuntimeError(message))
-    raise_torchs(RuntimeError("another"))
+        raise_if_out_of_memory(RuntimeError(message))
+    raise_if_out_of_memory(RuntimeError("another"))
