@@ -88,13 +88,20 @@ def conversion_report(module: nn.Module, *, filter: Filter | None = None) -> Con
     check_module(module)
     check_callable("filter", filter, "a function of a name and a module")
     wrapped = {part: outer for outer in module.modules() if is_data_parallel(outer) for part in outer.modules()}
-    modules = modules_with_names(module, is_closed=lambda part, name: _refusal(part, name, None) is not None)
-    rows = (_finding(part, names, filter, wrapped.get(part)) for part, names in modules.items())
+    errors: dict[nn.Module, Exception | None] = {}
+
+    def is_refused(part: nn.Module, name: str) -> bool:
+        errors[part] = _refusal(part, name)
+        return errors[part] is not None
+
+    modules = modules_with_names(module, is_closed=is_refused)
+    rows = (_finding(part, names, filter, errors[part], wrapped.get(part)) for part, names in modules.items())
     return ConversionReport(tuple(row for row in rows if row is not None))
 
 
-def _finding(module: nn.Module, names: list[str], filter: Filter | None, wrapper: nn.Module | None) -> Finding | None:
-    error = _refusal(module, names[0], wrapper)
+def _finding(
+    module: nn.Module, names: list[str], filter: Filter | None, error: Exception | None, wrapper: nn.Module | None
+) -> Finding | None:
     reason = "" if error or is_candidate(module) else _resemblance(module)
     if not (error or reason or is_candidate(module)):
         return None
@@ -102,6 +109,9 @@ def _finding(module: nn.Module, names: list[str], filter: Filter | None, wrapper
         return Finding(names, module, "skipped", "left out by filter")
     if reason:
         return Finding(names, module, "skipped", reason)
+    if wrapper is not None and is_candidate(module) and not isinstance(module, SyncBatchNorm):
+        where = f"{name_of(module, names[0])} in data parallel {type(wrapper).__name__}"
+        error = RuntimeError(f"module: cannot convert {where}; convert first, then wrap")
     if error is not None:
         return Finding(names, module, "refused", str(error), error=error)
     target = class_after_conversion(module)
@@ -115,7 +125,7 @@ def _finding(module: nn.Module, names: list[str], filter: Filter | None, wrapper
     return Finding(names, module, "converted", f"synchronized already{frozen}{computes}", target)
 
 
-def _refusal(module: nn.Module, name: str, wrapper: nn.Module | None) -> Exception | None:
+def _refusal(module: nn.Module, name: str) -> Exception | None:
     """Returns the error for a module that conversion refuses with all its children; None if it does not."""
     where = name_of(module, name)
     if isinstance(module, torch.jit.ScriptModule):
@@ -125,13 +135,7 @@ def _refusal(module: nn.Module, name: str, wrapper: nn.Module | None) -> Excepti
             f"module: expected allow_single_element=False in {where}, got True: a rank with a single element would "
             "hang its peers"
         )
-    if not is_candidate(module) or isinstance(module, SyncBatchNorm):
-        return None
-    if wrapper is not None:
-        return RuntimeError(
-            f"module: cannot convert {where} in data parallel {type(wrapper).__name__}; convert first, then wrap"
-        )
-    if "forward" in vars(module):
+    if is_candidate(module) and not isinstance(module, SyncBatchNorm) and "forward" in vars(module):
         return TypeError(
             f"module: cannot convert {where} because its forward is assigned to the object; define it in a subclass, "
             "or convert before hooks such as accelerate's; or exclude the layer with filter"
