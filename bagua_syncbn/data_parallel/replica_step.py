@@ -61,8 +61,9 @@ def _forward(norm: Normalization, call: Call, sent: Sequence[Any]) -> list[Tenso
     ``sent`` has each replica's input, weight, bias, residual and row of statistics.
     """
     rows = torch.stack([row.to(sent[0][0].device) for *_, row in sent])
-    buffers = call.tracked_buffers if call.accumulate is None else call.accumulate(rows, 1, norm.options)
-    merged = ops.merge_stats(rows, buffers, norm.options)
+    if call.accumulate is not None:
+        call.accumulate(rows, 1, norm.options)
+    merged = ops.merge_stats(rows, call.tracked_buffers, norm.options)
     statistics = [[value.to(input.device) for value in merged] for input, *_ in sent]
     tensors = [tensor for *own, _ in sent for tensor in own]
     # Replica 0 may run without gradients while a peer needs gradients.

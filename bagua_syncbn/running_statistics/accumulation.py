@@ -42,13 +42,12 @@ class Accumulation:
             raise named(RuntimeError(error), call.layer)
         return go(call._replace(accumulate=self.take))
 
-    def take(self, gathered: Tensor, ranks: int, options: Options) -> Buffers:
-        """Adds a batch, with arguments as for ``batch_norm_gather_stats``. Returns no buffers to update."""
+    def take(self, gathered: Tensor, ranks: int, options: Options) -> None:
+        """Adds a batch, with arguments as for ``batch_norm_gather_stats``."""
         batch = self._merged(gathered, ranks)
         is_lazy = self.row.size(1) != batch.size(1)
         self.row = batch if is_lazy else self._merged(torch.cat([self.row, batch]))
         self._options = options
-        return NO_BUFFERS
 
     def _merged(self, gathered: Tensor, ranks: int = 1) -> Tensor:
         mean, invstd, count = merge_stats(gathered, NO_BUFFERS, Options(eps=0.0), ranks)

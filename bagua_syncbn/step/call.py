@@ -16,8 +16,8 @@ from .exchange import Exchange
 # Mean (C), inverse deviation (C) and number of values per channel (int64 scalar) over all ranks.
 Statistics: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
-# Called with all ranks' rows or their sum, the number of ranks in the sum, and the options. Returns NO_BUFFERS.
-Accumulate: TypeAlias = Callable[[Tensor, int, Options], ops.Buffers]
+# Called with all ranks' rows or their sum, the number of ranks in the sum, and the options.
+Accumulate: TypeAlias = Callable[[Tensor, int, Options], None]
 
 
 class Call(NamedTuple):
@@ -46,7 +46,8 @@ class Call(NamedTuple):
     @property
     def tracked_buffers(self) -> ops.Buffers:
         """Buffers that a training call updates. The counter counts updates of the running statistics."""
-        return ops.NO_BUFFERS if self.buffers.running_mean is None else self.buffers
+        is_tracked = self.buffers.running_mean is not None and self.accumulate is None
+        return self.buffers if is_tracked else ops.NO_BUFFERS
 
     @property
     def has_mask(self) -> bool:

@@ -32,10 +32,11 @@ def batch_statistics(input: Tensor, call: Call, norm: Normalization) -> Statisti
     else:
         mask = None if norm.masking is None else norm.masking.positions
         row = ops.batch_norm_stats(input, *exchange.header, mask, exchange.summable)
-    buffers = ops.NO_BUFFERS if call.buffers.running_mean is None else call.buffers  # call.tracked_buffers
+    is_tracked = call.buffers.running_mean is not None and call.accumulate is None
+    buffers = call.buffers if is_tracked else ops.NO_BUFFERS  # call.tracked_buffers
     rows, ranks, fault, number = exchange.send(row)
     if call.accumulate is not None:
-        buffers = call.accumulate(rows, ranks, options)
+        call.accumulate(rows, ranks, options)
     if exchange.is_traced:
         # Computed separately from buffer updates: a graph that recomputes statistics in backward must not read updated
         # buffers.
