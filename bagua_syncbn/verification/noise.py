@@ -118,6 +118,8 @@ def measure_batch_noise(
             both ``device`` and ``forward`` are given.
         RuntimeError: another rank raised.
 
+    It warns if a layer has never updated its running statistics.
+
     Example::
 
         >>> noise = bagua_syncbn.measure_batch_noise(model, loader)
