@@ -135,7 +135,7 @@ def test_all_hosts_get_a_carriers_error():
     assert time.monotonic() - begin < 60
 
 
-def rank_that_ends(rank, store, ending, answers):
+def rank_that_ends(rank, store, ending, answers, are_collected):
     torch.set_num_threads(1)
     options = {"rank": rank, "world_size": 4, "timeout": timedelta(seconds=SECONDS)}
     dist.init_process_group("gloo", init_method=f"file://{store}", **options)
@@ -145,22 +145,25 @@ def rank_that_ends(rank, store, ending, answers):
         os.kill(os.getpid(), signal.SIGKILL)
     told = [message_of(layer, x) for _ in range(2)]  # the other host may complete the first call
     answers.put((rank, *told))
-    time.sleep(4)  # so that peers detect the first exit and not this one
+    are_collected.wait(SECONDS)  # peers must detect the first exit, not this one
     os._exit(0)
 
 
 @pytest.mark.parametrize("ending", [0, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (1, 2, 3))])
 def test_all_hosts_detect_a_rank_that_ends(tmp_path, ending):
     context, store = fork_context(), str(tmp_path / "store")
-    answers = context.SimpleQueue()
-    ranks = [context.Process(target=rank_that_ends, args=(rank, store, ending, answers)) for rank in range(4)]
+    answers, are_collected = context.Queue(), context.Event()
+    arguments = store, ending, answers, are_collected
+    ranks = [context.Process(target=rank_that_ends, args=(rank, *arguments)) for rank in range(4)]
     for process in ranks:
         process.start()
+    collected = sorted(answers.get(timeout=SECONDS / 2) for _ in range(3))
+    are_collected.set()
     for rank, process in enumerate(ranks):
         process.join(SECONDS / 2)
         assert process.exitcode == (-signal.SIGKILL if rank == ending else 0)
     ended = f"rank {ending} of the group has ended or closed its files"
-    for rank, *told in sorted(answers.get() for _ in range(3)):
+    for rank, *told in collected:
         errors = "\n".join(told)
         if rank // 2 == ending // 2:
             assert ended in errors
