@@ -41,10 +41,10 @@ def _on_shards(call: Call) -> Tensor | None:
     output = batch_norm(call._replace(
         input=shards.input.to_local(), weight=weight, bias=bias, residual=residual, buffers=buffers
     ))  # fmt: skip
-    shape, stride = input.shape, input.stride()
-    stride = torch.empty_like(torch.empty_strided(shape, stride, device="meta")).stride()
+    # Like the local output, the full output is dense and has the memory format of the input.
+    stride = torch.empty_like(torch.empty_strided(input.shape, input.stride(), device="meta")).stride()
     return torch.distributed.tensor.DTensor.from_local(
-        output, shards.mesh, shards.placements, run_check=False, shape=shape, stride=stride
+        output, shards.mesh, shards.placements, run_check=False, shape=input.shape, stride=stride
     )
 
 
