@@ -56,13 +56,13 @@ def find_torch() -> Path | None:
     may install into the checkout's .venv, which need not be on PATH.
     """
     if spec := find_spec("torch"):
-        return Path(spec.origin).parent
+        return Path(spec.origin).resolve().parent  # without links: a compiler cache compares paths
     outside = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONNOUSERSITE")}
     folders = [*os.get_exec_path(), ROOT / ".venv" / "bin"]
     code = "from importlib.util import find_spec; print(find_spec('torch').origin)"
     pythons = sys.executable, *(Path(folder, "python3") for folder in folders)
     found = (line for python in pythons for line in output_of([python, "-c", code], outside))
-    return next((Path(line).parent for line in found), None)
+    return next((Path(line).resolve().parent for line in found), None)
 
 
 def choose_archs() -> list[str]:

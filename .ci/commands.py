@@ -1,7 +1,7 @@
 """``python .ci/commands.py``: runs the commands of README.md and docs/ in a copy of the checkout, page by page.
 
-They run in a new environment that inherits torch and all packages of the running Python, with kernels compiled without
-optimization. The script fails if a block fails or runs without kernels.
+They run in a new environment that inherits torch and all packages of the running Python, with kernels built as in
+installs.py. The script fails if a block fails or runs without kernels.
 
 - ``bash`` blocks run in the checkout.
 - ``python`` blocks whose docstring ends with a file name, as in ``\"\"\"torchrun train.py\"\"\"``, are saved to that
