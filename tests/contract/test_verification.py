@@ -70,14 +70,21 @@ class Centered(nn.Module):
         return x - x.mean(0)
 
 
-class HandWritten(Centered):
+class Averaging(nn.Module):
+    """Tracks the mean of its inputs; outputs do not depend on it."""
+
     def __init__(self):
         super().__init__()
         self.register_buffer("stored_mean", torch.zeros(8))
 
     def forward(self, x):
         self.stored_mean.lerp_(x.mean(0).detach(), 0.1)
-        return super().forward(x)
+        return x
+
+
+class HandWritten(Averaging):
+    def forward(self, x):
+        return super().forward(x) - x.mean(0)
 
 
 class Elastic(nn.Module):
@@ -197,6 +204,14 @@ CASES = {
             "stored_mean differ between ranks after the step",
         ),
     ),
+    "only a buffer differs": Case(
+        lambda: model(Averaging()),
+        lines=(
+            "buffer 3.stored_mean differs by",
+            "Averaging '3' is not converted (if it is batch normalization, call register_converter for its class); "
+            "stored_mean differ between ranks after the step",
+        ),
+    ),
     "different buffers": Case(
         lambda: changed_by_rank(lambda layer, rank: layer.running_var.add_(rank)), lines=("4.running_var differs",)
     ),
@@ -248,6 +263,29 @@ def test_the_verdict_names_the_difference_and_its_cause(pool, name):
     assert len(lines) == len(expected), lines
     for line, part in zip(lines, expected, strict=True):
         assert part in line, lines
+
+
+class Parameters(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.large, self.small = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return self.large, self.small
+
+
+# The differences of a gradient of 1 and of a gradient of 0.
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("of_one", "of_zero", "equal"), [
+    (0.8e-7, 0, True), (1.2e-7, 0, False), (0, 0.8e-12, True), (0, 1.2e-12, False),
+])  # fmt: skip
+def test_values_may_differ_by_the_documented_tolerance(of_one, of_zero, equal):
+    def loss(model, batch):
+        (large, small), is_rank = model(batch), len(batch) == 2
+        return large * (1 + of_one * is_rank) + small * of_zero * is_rank
+
+    verdict = verify_synchronization(Parameters(), torch.zeros(2, 1), loss)
+    assert bool(verdict) is equal, verdict
 
 
 GLOBAL = nn.Sequential(nn.BatchNorm1d(3))
