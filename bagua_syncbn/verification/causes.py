@@ -8,7 +8,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..names import name_of
 from ..sync_batchnorm import SyncBatchNorm
 from .ranks import digest
-from .steps import Comparison, Step, differences, kind_of, tensors_in
+from .steps import Comparison, Step, differences, tensor_kind, tensors_in
 
 
 def causes_of(difference: str, found: Comparison, actual: Step, expected: Step) -> Iterator[str]:
@@ -27,7 +27,7 @@ def causes_of(difference: str, found: Comparison, actual: Step, expected: Step) 
     elif sum(counts) and is_equal(counts[ranks.rank] * ranks.size / sum(counts)):
         numbers = ", ".join(map(str, counts))
         yield f"{loss_is} mean over different numbers of samples ({numbers}); use mean_over_ranks"
-    elif kind_of(difference) == "loss":
+    elif tensor_kind(difference) == "loss":
         yield (
             "outputs are equal, so statistics match, but the loss is not the average of the ranks' losses; for a "
             "mean over boxes or pixels, use mean_over_ranks"
@@ -36,7 +36,7 @@ def causes_of(difference: str, found: Comparison, actual: Step, expected: Step) 
 
 def _unsynchronized(found: Comparison, actual: Step) -> Iterator[str]:
     """Yields notes on modules with buffers that differ between ranks, and on unconverted layers."""
-    buffers = {name: digest(tensor) for name, tensor in actual.items() if kind_of(name) == "buffer"}
+    buffers = {name: digest(tensor) for name, tensor in actual.items() if tensor_kind(name) == "buffer"}
     differing = found.ranks.differing(buffers)
     for name, module in found.model.named_modules():
         path = f"buffer {name}." if name else "buffer "

@@ -88,9 +88,9 @@ class Comparison:
             if not all(name in of_rank for of_rank in names):
                 continue
             parts = self.ranks.gather(step[name])
-            if kind_of(name) != "output":
+            if tensor_kind(name) != "output":
                 stacked = torch.stack(parts)
-                combined[name] = stacked if kind_of(name) == "buffer" else stacked.mean(0)
+                combined[name] = stacked if tensor_kind(name) == "buffer" else stacked.mean(0)
             elif all(part.dim() and part.shape[1:] == parts[0].shape[1:] for part in parts):
                 combined[name] = torch.cat(parts)
         return combined
@@ -100,16 +100,16 @@ def differences(actual: Step, expected: Step) -> dict[str, str]:
     """Returns each tensor's difference as text, "" if equal. Skips outputs whose first dimension is not the batch."""
     found, largest = {}, defaultdict[str, float](float)
     for name, tensor in expected.items():
-        largest[kind_of(name)] = max(largest[kind_of(name)], _largest(_widened(tensor)))
+        largest[tensor_kind(name)] = max(largest[tensor_kind(name)], _largest(_widened(tensor)))
     for name, tensor in actual.items():
-        if name not in expected or (kind_of(name) == "output" and tensor.shape != expected[name].shape):
+        if name not in expected or (tensor_kind(name) == "output" and tensor.shape != expected[name].shape):
             continue
         tensor, wanted = _widened(tensor), _widened(expected[name])
         if tensor.shape[tensor.dim() - wanted.dim() :] != wanted.shape:
             found[name] = f"{name} has size {list(tensor.shape)}, not {list(wanted.shape)}"
             continue
         wanted, size = wanted.expand_as(tensor), _largest(wanted)
-        allowed = _RELATIVE * size + _OF_LARGEST * largest[kind_of(name)]
+        allowed = _RELATIVE * size + _OF_LARGEST * largest[tensor_kind(name)]
         is_equal = torch.allclose(tensor, wanted, rtol=0, atol=allowed if isfinite(allowed) else 0, equal_nan=True)
         error = f"{name} differs by up to {_largest(tensor - wanted):.1e}, of values up to {size:.1e}"
         found[name] = "" if is_equal else error
@@ -120,7 +120,7 @@ def _widened(tensor: Tensor) -> Tensor:
     return tensor.cpu().to(torch.promote_types(tensor.dtype, torch.float64))
 
 
-def kind_of(name: str) -> str:
+def tensor_kind(name: str) -> str:
     """Returns the kind of a tensor, given its name in a :data:`Step` or the description of a difference."""
     return name.split()[0]
 

@@ -14,7 +14,7 @@ from ..dry_run import unchanged
 from ..models import check_module, is_data_parallel
 from .causes import causes_of
 from .ranks import Peers, digest
-from .steps import Comparison, Loss, Twins, differences, joined, kind_of
+from .steps import Comparison, Loss, Twins, differences, joined, tensor_kind
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def verify_synchronization(
             "this check averaged gradients over ranks, but no wrapper of the model does; wrap it in "
             "DistributedDataParallel or with_bagua to train"
         )
-    counted = Counter(map(kind_of, compared))
+    counted = Counter(map(tensor_kind, compared))
     text = ", ".join(f"{number} {kind}{'s' * (number > 1)}" for kind, number in counted.items())
     return Verdict(ranks.size, text, difference, tuple(notes))
 
