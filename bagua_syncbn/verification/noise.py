@@ -17,7 +17,7 @@ from ..dry_run import batch_loop, dry_run
 from ..masked import is_masked
 from ..sync_batchnorm import SyncBatchNorm
 from .ranks import Peers
-from .verify import unwrapped
+from .verify import inner_model
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ _Input: TypeAlias = tuple[Tensor, int, float]
 def _observe(module: nn.Module, batches: Iterable[Any], forward: object, device: Any) -> dict[str, list[_Input]]:
     """Returns the inputs of each layer."""
     run = batch_loop(module, batches, forward, device)
-    modules = unwrapped(module).named_modules()
+    modules = inner_model(module).named_modules()
     layers: dict[str, Any] = {name: part for name, part in modules if isinstance(part, _BatchNorm) and part.training}
     if not layers:
         raise ValueError("module: expected batch normalization layers in training mode, got none")

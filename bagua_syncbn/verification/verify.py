@@ -92,7 +92,7 @@ def verify_synchronization(
     """
     ranks = Peers("verify_synchronization", process_group)
     ranks.run("the check of the model", lambda: _check(model))
-    module = unwrapped(model)
+    module = inner_model(model)
     with unchanged(module), torch.inference_mode(False):
         found = Comparison(ranks, module, batch, loss)
         # Layers do not communicate here, so no rank waits for a rank that raises.
@@ -126,10 +126,10 @@ def verify_synchronization(
     return Verdict(ranks.size, text, difference, tuple(notes))
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def inner_model(model: nn.Module) -> nn.Module:
     """Returns the model inside DistributedDataParallel and torch.compile."""
     inner = model.module if isinstance(model, DistributedDataParallel) else model._modules.get("_orig_mod")
-    return model if inner is None else unwrapped(inner)
+    return model if inner is None else inner_model(inner)
 
 
 def _check(model: Any) -> None:
