@@ -43,6 +43,10 @@ struct Traits {
   }
 };
 
+// An integer of W bytes.
+template <int W>
+using Word = std::conditional_t<W == 2, uint16_t, std::conditional_t<W == 4, uint32_t, uint64_t>>;
+
 // Planar: returns a bit for each valid value of `slot`, a slot of `channel` in `sample`.
 template <int W>
 __device__ __forceinline__ unsigned valid_bits(const uint8_t* mask, const Planar& plan, int64_t channel, int64_t sample,
@@ -52,8 +56,7 @@ __device__ __forceinline__ unsigned valid_bits(const uint8_t* mask, const Planar
   unsigned bits = 0;
   if constexpr (W > 1) {
     if (slot.full() && reinterpret_cast<uintptr_t>(valid) % W == 0) {
-      uint64_t word = 0;
-      memcpy(&word, __builtin_assume_aligned(valid, W), W);  // one load
+      const uint64_t word = *reinterpret_cast<const Word<W>*>(valid);
 #pragma unroll
       for (int j = 0; j < W; ++j) bits |= static_cast<unsigned>(word >> 8 * j & 1) << j;
       return bits;
