@@ -27,7 +27,7 @@ def stress(tmp_path_factory):
         if not program.exists():
             command = ["g++", "-std=c++17", "-g1", "-pthread", f"-I{ROOT / 'csrc'}", option, *SOURCES, "-o", program]
             subprocess.run(command, check=True)
-        done = subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, timeout=3600)
+        done = subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, timeout=300)
         return done.returncode, done.stderr
 
     return run
@@ -36,7 +36,8 @@ def stress(tmp_path_factory):
 @needs_compiler
 @pytest.mark.parametrize(("ranks", "messages"), [
     (2, 5_000), (3, 3_000), (8, 500),
-    *(pytest.param(ranks, 10_000_000, marks=pytest.mark.slow) for ranks in (2, 3)),
+    # A message takes up to 1 ms on two busy cores, mostly to fill and check full slots.
+    *(pytest.param(*size, marks=pytest.mark.slow) for size in ((2, 50_000), (3, 20_000))),
 ])  # fmt: skip
 def test_each_value_of_each_message_arrives(stress, ranks, messages):
     assert stress("-O2", "threads", ranks, messages, ranks) == (0, "")
