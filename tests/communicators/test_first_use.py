@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from bagua_syncbn import SyncBatchNorm1d, convert_sync_batchnorm
-from bagua_syncbn.communicators import RankGroup
+from bagua_syncbn.communicators import RankGroup, meeting
 from bagua_syncbn.communicators.meeting import Meeting
 from tests.exchange.places import needs_shared_memory
 from tests.faults.test_watch import logged
@@ -144,3 +144,16 @@ def interrupted_first_use(store, number):
 @pytest.mark.parametrize("number", [1, 2, 3, pytest.param(5, marks=needs_shared_memory)])
 def test_an_interrupted_first_use_ends_on_all_ranks(new_jobs, store, number):
     new_jobs.run(interrupted_first_use, 2, store, number)
+
+
+def test_a_late_rank_accepts_the_outcome():
+    """Rank 0 completes the exchange while rank 1 describes its timeout."""
+    store = dist.HashStore()
+    first, late = (Meeting(store, "test", rank, (0, 1), timedelta(minutes=1 - rank), "a test") for rank in (0, 1))
+
+    def meanwhile(_):
+        assert first.exchange("a") == ["a", "b"]
+        return "rank 0"
+
+    with patch.object(meeting, "text_of_ranks", meanwhile):
+        assert late.exchange("b") == ["a", "b"]

@@ -141,13 +141,16 @@ def test_a_file_that_is_not_the_groups_memory_is_refused():
 
 @pytest.mark.ranks(4)
 def test_the_log_says_how_messages_travel_and_why():
+    rank = dist.get_rank()
     with patch.object(hosts, "_log") as log:
         communicator_of(dist.new_group())
         over("aabb")
         communicator_of(dist.new_group(backend="fake"))
+        with patch.object(hosts, "problem", Mock(return_value=f"reason {rank}" if rank % 3 else "")):
+            communicator_of(dist.new_group())
     lines = [call.args[0] % call.args[1:] for call in log.debug.call_args_list]
-    for text in ("shared memory", "its CPU messages do not go over gloo"):
-        assert any(f"rank {dist.get_rank()} of 4: through" in line and text in line for line in lines)
+    for text in ("shared memory", "collectives: its CPU messages do not go over gloo", "collectives: rank 1: reason 1"):
+        assert any(line.endswith(f"rank {rank} of 4: through {text}") for line in lines)
 
 
 # Layers
