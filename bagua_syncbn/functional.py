@@ -214,7 +214,7 @@ _MOST_CACHES = 256
 
 
 def checks_of(call: Call) -> CallCache:
-    """Returns the results of the checks of ``call``, cached if an equal call has already been checked.
+    """Checks ``call``, or returns the cached results of an equal call.
 
     The key contains everything that affects checks and the choice of the exchange, except for values.
 
@@ -261,7 +261,7 @@ def checks_of(call: Call) -> CallCache:
 
 
 def _validate(call: Call, key: tuple[Any, ...] | None = None) -> CallCache:
-    """Checks ``call`` and returns the results, with ``key``, or None for results that must not be cached."""
+    """Checks ``call`` and returns the results. Their key is ``key``, or None if they must not be cached."""
     input, buffers, training, layer = call.input, call.buffers, call.training, call.layer
     is_compiling = torch.compiler.is_compiling()
     check_tensors(call[:4], buffers, training, layer)

@@ -52,13 +52,14 @@ class SyncBatchNorm(_BatchNorm):
     :class:`SyncBatchNorm1d`, :class:`SyncBatchNorm2d` and :class:`SyncBatchNorm3d` check the number of dimensions. Use
     :func:`~bagua_syncbn.convert_sync_batchnorm` for an existing model.
 
+    The arguments up to ``track_running_stats``, ``device``, ``dtype`` and ``bias`` are those of
+    :class:`torch.nn.BatchNorm2d`; without ``bias``, the layer has no :math:`\beta`. The options ``eps_mode``,
+    ``skip_nonfinite`` and ``activation`` are also attributes. The attribute of the activation is
+    ``fused_activation``, because converted classes may have a module named ``activation``.
+
     Args:
-        num_features, eps, momentum, affine, track_running_stats, device, dtype, bias: as in
-            :class:`torch.nn.BatchNorm2d`; without ``bias``, the layer has no :math:`\beta`.
         process_group: ranks to synchronize with. A layer loaded from a file holds the ranks of the group instead of the
             group.
-        eps_mode, skip_nonfinite, activation: also attributes. The attribute of the activation is ``fused_activation``,
-            because converted classes may have a module named ``activation``.
 
     Shape:
         - Input: (N, C, \*), float16, bfloat16, float32 or float64
@@ -111,7 +112,7 @@ class SyncBatchNorm(_BatchNorm):
     ) -> None:
         spec = spec_of(process_group)
         options = checked_options(Options(eps, momentum, eps_mode, skip_nonfinite, activation), training=False)
-        vars(self)["_sync_state"] = LayerState(spec)  # before torch's constructor, which resets the buffers
+        vars(self)["_sync_state"] = LayerState(spec)  # torch's constructor calls reset_running_stats, which reads it
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
         if affine and not bias:  # torch before 2.13 has no such argument
             self.register_parameter("bias", None)

@@ -14,7 +14,7 @@ from .. import ops
 from ..options import Options
 from ..threads import this_thread
 from ..torch_internals.autograd import is_transforming
-from .call import Call, Masking, Normalization, follow
+from .call import Call, Masking, Normalization, apply_epilogue
 
 _DEFAULTS = Options()[2:-1]  # without eps, momentum and the activation
 
@@ -93,7 +93,7 @@ class ByTorch(NamedTuple):
         output = F.batch_norm(input, mean, var, weight, bias, training, momentum, eps)
         if residual is None and options.activation is None and masking is None:
             return output
-        return follow(output, residual, options, masking)
+        return apply_epilogue(output, residual, options, masking)
 
     def with_copied_buffers(self) -> ByTorch:
         """Returns the call for a recomputation, which leaves the buffers and the counter unchanged."""
@@ -109,8 +109,8 @@ def in_evaluation(call: Call, options: Options, masking: Masking | None) -> Norm
     if not torch.compiler.is_compiling() and this_thread.has_hooks:  # the buffers may change before a recomputation
         mean, var = mean.clone(), var.clone()
     masking = masking if masking is not None and masking.zeroes else None
-    follows = options.activation is not None or call.residual is not None or masking is not None
-    if not follows or _is_recorded(call.input):
+    has_epilogue = options.activation is not None or call.residual is not None or masking is not None
+    if not has_epilogue or _is_recorded(call.input):
         return ByTorch(options, ops.Buffers(mean, var), False, masking)
     dtype = ops.accumulate_dtype(call.input.dtype)
     invstd = ops.inverse_deviation(var.to(dtype), options)

@@ -85,7 +85,7 @@ class Normalization:
     """None under a torch.func transform, until the differentiable form has gathered them."""
 
 
-def follow(output: Tensor, residual: Tensor | None, options: Options, masking: Masking | None = None) -> Tensor:
+def apply_epilogue(output: Tensor, residual: Tensor | None, options: Options, masking: Masking | None = None) -> Tensor:
     """Returns ``output`` with residual, activation and mask applied by torch operations."""
     if residual is not None:
         residual = residual if masking is None else masking.clear_outputs(residual)

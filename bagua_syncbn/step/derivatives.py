@@ -20,7 +20,7 @@ from .. import ops
 from ..errors import notifies_peers
 from ..options import Options
 from ..torch_internals.autograd import is_batched, untraced
-from .call import Normalization, Statistics, follow
+from .call import Normalization, Statistics, apply_epilogue
 
 _notifies_peers = notifies_peers(lambda ctx, *_: (ctx.norm.exchange.communicator, ctx.norm.layer))
 
@@ -46,7 +46,7 @@ def differentiable_batch_norm(
         output = output * ops.per_channel(weight.to(wide.dtype), wide)
     if bias is not None:
         output = output + ops.per_channel(bias.to(wide.dtype), wide)
-    return follow(output, residual, norm.options, norm.masking).to(input.dtype)
+    return apply_epilogue(output, residual, norm.options, norm.masking).to(input.dtype)
 
 
 def gradients_of(

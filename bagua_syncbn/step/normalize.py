@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import ops
 from ..errors import handle_error
 from ..torch_internals.autograd import apply_of, has_transforms, is_batched, level_of_duals, unwrapped
-from .call import Call, Normalization, Statistics, follow
+from .call import Call, Normalization, Statistics, apply_epilogue
 from .derivatives import differentiable_batch_norm, gradients_of, once_differentiable
 
 
@@ -60,7 +60,7 @@ def normalize(
         # Leaves activation and residual to the compiler, which decides what to fuse and recompute.
         plain = replace(norm, options=norm.options._replace(activation=None))
         output: Tensor = _Normalize.apply(input, weight, bias, None, plain)
-        return follow(once_differentiable(output), residual, norm.options, norm.masking)
+        return apply_epilogue(once_differentiable(output), residual, norm.options, norm.masking)
     if not torch.is_grad_enabled():
         return _Normalize.forward(None, input, weight, bias, residual, norm)
     # A finished transform may have left a wrapper around a tensor.
