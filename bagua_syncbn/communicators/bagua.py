@@ -110,7 +110,7 @@ def is_process_group(process_group: object) -> bool:
     return True
 
 
-def given(process_group: Any) -> tuple[Rule, Callable[[], Any]] | None:
+def rule_and_getter(process_group: Any) -> tuple[Rule, Callable[[], Any]] | None:
     """Returns the rule of a BaguaProcessGroup and a function that returns the group; None otherwise.
 
     Raises:

@@ -62,7 +62,7 @@ class HostsCommunicator(SharedCommunicator):
 
 
 @transports.register
-def communicator_of(group: Any, meeting: Meeting) -> SharedCommunicator | None:
+def shared_communicator(group: Any, meeting: Meeting) -> SharedCommunicator | None:
     """Returns a communicator through shared memory, or None if some ranks cannot use it. All ranks call this.
 
     Raises:

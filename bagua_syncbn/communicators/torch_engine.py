@@ -15,7 +15,7 @@ from .jobs import Job
 is_running = is_in_job
 
 
-def given(process_group: Any) -> tuple[Rule, Callable[[], Any] | None] | None:
+def rule_and_getter(process_group: Any) -> tuple[Rule, Callable[[], Any] | None] | None:
     """Returns the rule of a group or mesh (None for all ranks) and a reference to the group; None for other objects.
 
     Raises:
@@ -83,7 +83,7 @@ def torch_group_of(spec: GroupSpec) -> Any:
     given = spec.process_group
     if is_process_group(given):
         return given
-    if spec.given_communicator is not None or (spec.given is not None and spec.given() is not None):
+    if spec.given_communicator is not None or (spec.get_given is not None and spec.get_given() is not None):
         raise TypeError(
             "process_group: expected None, a torch.distributed.ProcessGroup or a description in a torch job, "
             f"got {type(given).__name__}"
@@ -93,5 +93,5 @@ def torch_group_of(spec: GroupSpec) -> Any:
 
 def group_before(spec: GroupSpec) -> Any:
     """Returns the group that a layer had before conversion, even if a copy holds only its ranks."""
-    described_only = spec.given is None and isinstance(spec.rule, RankGroup)
+    described_only = spec.get_given is None and isinstance(spec.rule, RankGroup)
     return torch_group_of(spec) if described_only else spec.process_group

@@ -99,7 +99,7 @@ class Engine(Protocol):
     def is_running(self) -> bool:
         """Returns whether this engine was started."""
 
-    def given(self, process_group: Any) -> tuple[Rule, Callable[[], Any] | None] | None:
+    def rule_and_getter(self, process_group: Any) -> tuple[Rule, Callable[[], Any] | None] | None:
         """Returns the rule of this engine's group and a function that returns the live group; None otherwise.
 
         Raises an error if the group excludes this rank or was destroyed.
@@ -129,16 +129,19 @@ class GroupSpec:
 
     Args:
         rule: selects ranks of a job.
-        given: returns the user's group, or None once it was destroyed.
+        get_given: returns the user's group, or None once it was destroyed.
         given_communicator: the user's communicator.
     """
 
     def __init__(
-        self, rule: Rule = None, given: Callable[[], Any] | None = None, given_communicator: Communicator | None = None
+        self,
+        rule: Rule = None,
+        get_given: Callable[[], Any] | None = None,
+        given_communicator: Communicator | None = None,
     ) -> None:
         self.rule = rule
         self.given_communicator = given_communicator
-        self.given = given
+        self.get_given = get_given
         # None until the running job has created it. torch.compile guards on this attribute.
         self._communicator: Communicator | None = None
         self._job: Callable[[], Any] = lambda: None  # the job that created it
@@ -166,7 +169,7 @@ class GroupSpec:
         if self.given_communicator is not None:
             return self.given_communicator
         job = world()
-        if job is None and self.given is None:
+        if job is None and self.get_given is None:
             return LOCAL
         return self._communicator if self._job() is job else self._ask_engine(creates=False)
 
@@ -185,8 +188,8 @@ class GroupSpec:
         def clear(_: Any) -> None:
             self._communicator = None
 
-        job, given = world(), None if self.given is None else self.given()
-        if job is None or (self.given is not None and given is None):
+        job, given = world(), None if self.get_given is None else self.get_given()
+        if job is None or (self.get_given is not None and given is None):
             if creates:
                 raise RuntimeError(DESTROYED)
             return None
@@ -215,7 +218,7 @@ class GroupSpec:
     @property
     def process_group(self) -> Any:
         """The user's ``process_group``, or the description if the group was destroyed."""
-        given = None if self.given is None else self.given()
+        given = None if self.get_given is None else self.get_given()
         return self.description if given is None else given
 
     @property
@@ -224,16 +227,16 @@ class GroupSpec:
         return description_of(self.rule) if self.given_communicator is None else self.given_communicator
 
     def __deepcopy__(self, memo: Any) -> "GroupSpec":
-        is_given = self.given is not None and self.rule is not None
+        is_given = self.get_given is not None and self.rule is not None
         return self if is_given else spec_of(copy.deepcopy(self.description, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return spec_of, (self.description,)
 
     def __repr__(self) -> str:
-        if self.given is None or self.description is not None:
+        if self.get_given is None or self.description is not None:
             return repr(self.description)
-        return "destroyed" if self.given() is None else repr(RankGroup(self.members() or ()))
+        return "destroyed" if self.get_given() is None else repr(RankGroup(self.members() or ()))
 
 
 EVERYONE = GroupSpec()
@@ -270,7 +273,7 @@ def spec_of(process_group: Any) -> GroupSpec:
     if isinstance(process_group, GroupSpec):
         return process_group
     for engine in reversed(engines):
-        found = engine.given(process_group)
+        found = engine.rule_and_getter(process_group)
         if found is not None:
             return GroupSpec(*found)
     if isinstance(process_group, Communicator):

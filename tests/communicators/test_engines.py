@@ -26,7 +26,7 @@ def running():
     """Context manager in which an engine with a single group object runs the job over gloo; yields the group."""
     whole, others = Group(*range(dist.get_world_size())), engines[:]
 
-    def given(group):
+    def rule_and_getter(group):
         if not isinstance(group, Group):
             return None
         rule = None if group is whole else RankGroup(tuple(sorted(group.ranks)))
@@ -36,7 +36,7 @@ def running():
     def communicator_of(rule, given, creates):
         return torch_engine.running_job().communicator("layers", rule, None, creates)
 
-    functions = {"is_running": lambda: True, "given": given, "communicator_of": communicator_of}
+    functions = {"is_running": lambda: True, "rule_and_getter": rule_and_getter, "communicator_of": communicator_of}
     engines.append(SimpleNamespace(**vars(torch_engine) | functions))
     try:
         yield whole
