@@ -78,28 +78,24 @@ def reset_state():
 
 
 def pytest_generate_tests(metafunc):
-    """Tests with the mark ``reference_too`` also run with the reference ops."""
-    if metafunc.definition.get_closest_marker("reference_too"):
+    """Tests with the mark ``reference_too`` also run with the reference ops; tests without ranks, on one rank."""
+    test = metafunc.definition
+    if test.get_closest_marker("reference_too"):
+        marks = []
         if "pool" not in metafunc.fixturenames:
             metafunc.fixturenames.append("pool")
-        metafunc.parametrize("pool", ["native", "reference"], indirect=True)
+            marks = [] if test.get_closest_marker("ranks") else [pytest.mark.ranks(1)]
+        metafunc.parametrize("pool", ["native", pytest.param("reference", marks=marks)], indirect=True)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
-    """Runs tests with the mark ``ranks(n)`` on n ranks; with ``new_job=True`` in a new job.
-
-    Tests without ranks run on one rank if they need the reference ops, which are chosen at import.
-    """
+    """Runs tests with the mark ``ranks(n)`` on n ranks; with ``new_job=True`` in a new job."""
     mark = pyfuncitem.get_closest_marker("ranks")
-    names = pyfuncitem._fixtureinfo.argnames
-    kernels = pyfuncitem.callspec.params.get("pool") if hasattr(pyfuncitem, "callspec") else None
-    if mark is None and kernels == "reference" and not {"pool", "groups"} & set(names):
-        mark = pytest.mark.ranks(1).mark
     if mark is None:
         return None
     pool, arguments = pyfuncitem._request.getfixturevalue("pool"), pyfuncitem.funcargs
-    test = partial(pyfuncitem.obj, **{name: arguments[name] for name in names})
+    test = partial(pyfuncitem.obj, **{name: arguments[name] for name in pyfuncitem._fixtureinfo.argnames})
     is_new = mark.kwargs.get("new_job", False)
     if is_new:
         pool.forget_job()
