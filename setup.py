@@ -56,13 +56,13 @@ def find_torch() -> Path | None:
     may install into the checkout's .venv, which need not be on PATH.
     """
     if spec := find_spec("torch"):
-        return Path(spec.origin).resolve().parent  # without links: a compiler cache compares paths
+        return Path(spec.origin).parent
     outside = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONNOUSERSITE")}
     folders = [*os.get_exec_path(), ROOT / ".venv" / "bin"]
     code = "from importlib.util import find_spec; print(find_spec('torch').origin)"
     pythons = sys.executable, *(Path(folder, "python3") for folder in folders)
     found = (line for python in pythons for line in output_of([python, "-c", code], outside))
-    return next((Path(line).resolve().parent for line in found), None)
+    return next((Path(line).parent for line in found), None)
 
 
 def choose_archs() -> list[str]:
@@ -107,7 +107,8 @@ class BuildKernels(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         extra = shlex.split(os.environ.get("BAGUA_SYNCBN_CXXFLAGS", ""))  # last, to override earlier flags
-        headers = [f"-isystem{TORCH / 'include'}", f"-I{sysconfig.get_path('include')}"]
+        # Without links, because a compiler cache compares paths.
+        headers = [f"-isystem{(TORCH / 'include').resolve()}", f"-I{sysconfig.get_path('include')}"]
         cpp = [*CXX, *CXX_FLAGS, *STABLE_ABI, *headers, *extra]
         cuda, linker = [], [*CXX, *extra]
         if KIND == "cuda":  # links with nvcc, which finds its static runtime
