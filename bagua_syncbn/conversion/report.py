@@ -109,7 +109,7 @@ def _finding(
         return Finding(names, module, "skipped", "left out by filter")
     if reason:
         return Finding(names, module, "skipped", reason)
-    if wrapper is not None and is_candidate(module) and not isinstance(module, SyncBatchNorm):
+    if wrapper is not None and _is_unsynchronized(module):
         where = f"{name_of(module, names[0])} in data parallel {type(wrapper).__name__}"
         error = RuntimeError(f"module: cannot convert {where}; convert first, then wrap")
     if error is not None:
@@ -135,12 +135,17 @@ def _refusal(module: nn.Module, name: str) -> Exception | None:
             f"module: expected allow_single_element=False in {where}, got True: a rank with a single element would "
             "hang its peers"
         )
-    if is_candidate(module) and not isinstance(module, SyncBatchNorm) and "forward" in vars(module):
+    if _is_unsynchronized(module) and "forward" in vars(module):
         return TypeError(
             f"module: cannot convert {where} because its forward is assigned to the object; define it in a subclass, "
             "or convert before hooks such as accelerate's; or exclude the layer with filter"
         )
     return None
+
+
+def _is_unsynchronized(module: nn.Module) -> bool:
+    """Returns whether conversion would change the class of ``module``."""
+    return is_candidate(module) and not isinstance(module, SyncBatchNorm)
 
 
 def _resemblance(module: nn.Module) -> str:

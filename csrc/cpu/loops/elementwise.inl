@@ -20,6 +20,7 @@ BAGUA_SYNCBN_IN_LOOPS void for_each_row(Rows rows, bool stream, const Body& body
     }
   };
   if (!kCanStream || !stream) return all(std::false_type());
+  // Not std::true_type, which would compile a second copy of the loop for instruction sets that cannot stream.
   all(std::bool_constant<kCanStream>());
   end_streaming();
 }
