@@ -32,6 +32,10 @@ DIVERGENCES = {
         lambda model, group: merge_statistics(Critic(model[0]), group),
         ("merge_statistics of Critic (channels: 16 in 2 layers", "(channels: 8 in 1 layers"),
     ),
+    "merges a layer of another name": (
+        lambda model, group: (model.add_module("other", model.pop(1)), merge_statistics(model, group)),
+        ("merge_statistics of Critic (channels: 16 in 2 layers, of names and sizes",),
+    ),
     "trains": (
         lambda model, group: model(BATCHES[0]),
         ("merge_statistics of Critic (channels: 16", "forward of SyncBatchNorm1d '0' of Critic"),
