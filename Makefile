@@ -134,7 +134,7 @@ lint: $(VENV)/installed-lint ## check formatting, lint and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE) $(EMULATOR)
-	$(BIN)/mypy
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 
 format: $(VENV)/installed-lint ## apply formatting
 	$(BIN)/ruff check --fix .

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.jit import is_tracing  # type: ignore[attr-defined]
+from torch.jit import is_tracing
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from . import ops

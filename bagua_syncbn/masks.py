@@ -15,7 +15,7 @@ def masking_of(input: Tensor, given: GivenMask) -> Masking | None:
         TypeError, ValueError, RuntimeError: the mask is wrong, see :func:`.sync_batch_norm`.
     """
     if callable(given):
-        return given(input)  # type: ignore[no-any-return]
+        return given(input)
     mask, zero_masked = given
     if zero_masked is not False:
         check_flag("zero_masked", zero_masked)

@@ -124,7 +124,7 @@ class SyncBatchNorm(_BatchNorm):
         super().__init_subclass__(**options)
         cls._has_getattr = cls.__getattr__ is not nn.Module.__getattr__
         if inspect.isfunction(vars(cls).get("forward")):
-            cls.forward = notifies_peers(_peers_of)(cls.forward)  # type: ignore[method-assign]
+            cls.forward = notifies_peers(_peers_of)(cls.forward)  # pyrefly: ignore[method-assign]
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "fused_activation":

@@ -24,7 +24,7 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 class _Clamping(SyncBatchNorm):
     def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
-        super().__data_parallel_replicate__(ctx, copy_id)  # type: ignore[misc]
+        super().__data_parallel_replicate__(ctx, copy_id)  # pyrefly: ignore[not-callable]
         if self.training:
             self.eps_mode = "clamp"  # only in this replica, which lives for one forward pass
 

@@ -128,7 +128,7 @@ def communicator_of(rule: Rule, given: Any, creates: bool) -> Communicator | Non
     """Returns the layers' communicator, or None if it does not exist and ``creates`` is False."""
     # The job makes members wait for each other before the constructor, which waits for them with the GIL held. Bagua's
     # scheduler needs the GIL, and a peer may wait for this rank's scheduler before it calls the constructor.
-    return running_job().communicator("layers", rule, None, creates, make_communicator)  # type: ignore[no-any-return]
+    return running_job().communicator("layers", rule, None, creates, make_communicator)
 
 
 def make_communicator(ranks: tuple[int, ...]) -> BaguaCommunicator:
@@ -188,7 +188,7 @@ def _device() -> torch.device:
 
 def _backend_tensor(tensor: Tensor) -> Any:
     """Returns a Bagua handle for ``tensor``; it keeps a view of the tensor alive."""
-    view: Any = tensor.to_bagua_tensor()  # type: ignore[attr-defined]
+    view: Any = tensor.to_bagua_tensor()  # pyrefly: ignore[missing-attribute]
     handle = view.bagua_backend_tensor()
     # View and handle reference each other, the handle in Rust, invisible to the garbage collector. This line prevents a
     # leak of sent tensors.

@@ -229,7 +229,7 @@ def is_alive(group: Any) -> bool:
 
 def end_with(group: Any, part: Any) -> None:
     """Destroys the group ``part`` when ``group`` is destroyed; otherwise, torch would keep it alive."""
-    finalize(group, _destroy, ref(part)).atexit = False  # type: ignore[misc]  # the job ends all groups
+    finalize(group, _destroy, ref(part)).atexit = False  # the job ends all groups
 
 
 def _destroy(held: "ref[Any]") -> None:

@@ -75,7 +75,7 @@ def shared_communicator(group: Any, meeting: Meeting) -> SharedCommunicator | No
         reason, communicator = _connect(group, meeting)
     way = f"collectives: {reason}" if reason else "shared memory"
     _log.debug("group %s, rank %d of %d: through %s", group.group_name, group.rank(), group.size(), way)
-    return communicator  # type: ignore[no-any-return]
+    return communicator
 
 
 def _connect(group: Any, meeting: Meeting) -> tuple[str, SharedCommunicator | None]:

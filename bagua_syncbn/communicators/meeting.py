@@ -76,7 +76,7 @@ class Meeting:
         if isinstance(outcome, str):
             raise RuntimeError(outcome)
         self._step += 1
-        return outcome  # type: ignore[no-any-return]
+        return outcome
 
     def _key(self, name: object) -> str:
         return f"{self._step}/{name}"

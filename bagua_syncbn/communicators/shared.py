@@ -76,7 +76,7 @@ class SharedCommunicator(TorchCommunicator):
         self._native, self._segment = native_library(), segment
         self._begun: list[Published] = []
         _by_name[self.name] = self
-        finalize(group, self._close).atexit = False  # type: ignore[misc]  # the system frees the memory at exit
+        finalize(group, self._close).atexit = False  # the system frees the memory at exit
 
     all_gather = _through_memory("all_gather", GATHER)
     all_reduce = _through_memory("all_reduce", SUM)
@@ -147,8 +147,8 @@ def _exchange_by_name(packed: Tensor, group: str, ranks: int, sums: bool) -> Ten
             begun.wait()
         if sums:
             # A copy, because the result must not be the input.
-            return communicator.all_reduce(packed.clone())  # type: ignore[no-any-return]
-        return communicator.all_gather(packed)  # type: ignore[no-any-return]
+            return communicator.all_reduce(packed.clone())
+        return communicator.all_gather(packed)
     except RuntimeError as error:
         raise RuntimeError(
             f"sync_batch_norm: collective failed in compiled code, on rank {communicator.rank} of {ranks}: "
@@ -198,4 +198,4 @@ def first_problem(problems: Iterable[str]) -> str:
 
 def native_library() -> Any:
     """Returns the native library, or None if it was not loaded at import."""
-    return sys.modules.get(f"{__package__.partition('.')[0]}._C")
+    return sys.modules.get(f"{__name__.partition('.')[0]}._C")

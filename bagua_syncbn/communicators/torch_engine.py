@@ -34,7 +34,7 @@ def communicator_of(rule: Rule, given: Any, creates: bool) -> Communicator | Non
     """Returns the layers' communicator, or None if it does not exist and ``creates`` is False."""
     if creates and given is not None and not is_alive(given):
         raise RuntimeError(DESTROYED)
-    return running_job().communicator("layers", rule, None if rule is None else given, creates)  # type: ignore[no-any-return]
+    return running_job().communicator("layers", rule, None if rule is None else given, creates)
 
 
 _jobs: WeakKeyDictionary[Any, Job] = WeakKeyDictionary()  # keyed by default group
@@ -71,7 +71,7 @@ def is_process_group(process_group: object) -> bool:
 
 def is_mesh(process_group: object) -> bool:
     """Returns whether ``process_group`` is a DeviceMesh."""
-    return IS_AVAILABLE and isinstance(process_group, dist.DeviceMesh)  # type: ignore[attr-defined]
+    return IS_AVAILABLE and isinstance(process_group, dist.DeviceMesh)
 
 
 def torch_group_of(spec: GroupSpec) -> Any:

@@ -37,7 +37,7 @@ def _method(module: nn.Module, *args: Any, do_flatten: bool = True, **kwargs: An
 
 
 if _theirs is None:
-    nn.Module.with_bagua = _method  # type: ignore[attr-defined]
+    nn.Module.with_bagua = _method
 elif _theirs.SyncBatchNorm is not SyncBatchNorm:
     register_converter(_theirs.SyncBatchNorm, lambda layer: SyncBatchNorm)
     _theirs.SyncBatchNorm = SyncBatchNorm

@@ -25,7 +25,7 @@ _OWN: dict[type[nn.Module], type[SyncBatchNorm]] = {
 def synchronized_class(cls: Any) -> type[SyncBatchNorm]:
     """Returns the synchronized class for ``cls``, which has no registered converter."""
     if issubclass(cls, SyncBatchNorm):
-        return cast(type[SyncBatchNorm], cls)
+        return cls
     if cls is nn.SyncBatchNorm:
         # Not a subclass of nn.SyncBatchNorm, which DistributedDataParallel rejects on CPU.
         return replacing_class(cls, SyncBatchNorm)
@@ -74,7 +74,7 @@ class _WithoutSyncBatchNorm(type):
 @functools.cache
 def _derived_class(cls: Any) -> type[SyncBatchNorm]:
     namespace = _namespace(cls)
-    metaclass = _WithoutSyncBatchNorm if issubclass(cls, nn.SyncBatchNorm) else type
+    metaclass: Any = _WithoutSyncBatchNorm if issubclass(cls, nn.SyncBatchNorm) else type
     bases: tuple[type, ...] = cls, SyncBatchNorm
     if cls.forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
         namespace["forward"] = observed_forward(cls.forward)
@@ -87,7 +87,7 @@ def _derived_class(cls: Any) -> type[SyncBatchNorm]:
     return metaclass(f"Sync{cls.__name__.removeprefix('Sync')}", bases, namespace)
 
 
-def _after(cls: type[nn.Module]) -> Callable[..., Any]:
+def _after(cls: Any) -> Callable[..., Any]:
     """Returns a method that calls the next forward after ``cls.forward``."""
     return lambda layer, *args, **kwargs: super(cls, layer).forward(*args, **kwargs)
 

@@ -187,7 +187,7 @@ def _unchanged_on_error(module: nn.Module) -> Iterator[None]:
     """Context manager that restores all submodules' classes, attributes and children if the block raises."""
     before = []
     for part in module.modules():
-        attributes = {**vars(part), "_modules": copy(part._modules)}
+        attributes: dict[str, Any] = {**vars(part), "_modules": copy(part._modules)}
         if "_sync_state" in attributes:
             attributes["_sync_state"] = replace(attributes["_sync_state"])
         before.append((part, type(part), attributes))

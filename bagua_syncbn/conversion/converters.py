@@ -69,7 +69,7 @@ def class_after_conversion(layer: nn.Module) -> type[SyncBatchNorm] | None:
             f"register_converter: expected a subclass of bagua_syncbn.SyncBatchNorm from the converter of "
             f"{full_name(cls)}, got {target!r}"
         )
-    return replacing_class(cls, target)  # type: ignore[arg-type]
+    return replacing_class(cls, target)
 
 
 def group_of(layer: nn.Module) -> Any:

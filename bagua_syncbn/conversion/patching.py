@@ -46,7 +46,7 @@ def _init(layer: nn.SyncBatchNorm, *args: Any, **kwargs: Any) -> None:
     change_class(layer, synchronized_class(type(layer)))
 
 
-@classmethod  # type: ignore[misc]
+@classmethod  # pyrefly: ignore[invalid-decorator]
 @functools.wraps(vars(nn.SyncBatchNorm)["convert_sync_batchnorm"].__func__)
 def _convert(cls: type[nn.SyncBatchNorm], module: nn.Module, process_group: Any = None) -> nn.Module:
     return convert_sync_batchnorm(module, process_group)

@@ -8,6 +8,7 @@ import sys
 import warnings
 from importlib import import_module
 from threading import Lock
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ class _State:
     ``warns``: whether the next check warns about it. ``in_use``: whether calls may be running native kernels.
     """
 
-    problem: str | None = None
+    problem: ClassVar[str | None] = None
     warns = WANTED == "native" and (HAS_NATIVE or (sys.platform == "linux" and torch.version.hip is None))
     in_use = False
 

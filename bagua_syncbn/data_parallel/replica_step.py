@@ -52,7 +52,7 @@ class Replica:
         tensors = call[:4] if records else [tensor if tensor is None else tensor.detach() for tensor in call[:4]]
         row = ops.batch_norm_stats(call.input.detach())
         output: Any = self.replicas.meet(self.rank, self.layer, [*tensors, row], partial(_forward, norm, call))[0]
-        return output if records else output.detach()  # type: ignore[no-any-return]
+        return output if records else output.detach()
 
 
 def _forward(norm: Normalization, call: Call, sent: Sequence[Any]) -> list[TensorSequence]:
@@ -133,6 +133,6 @@ def _differentiable(rows: Sequence[Any], norm: Normalization) -> list[Tensor]:
     constants = Normalization(norm.options, None, None)
 
     def gather(input: Tensor) -> Statistics:
-        return tuple(value.to(input.device) for value in statistics)  # type: ignore[return-value]
+        return tuple(value.to(input.device) for value in statistics)  # pyrefly: ignore[bad-return]
 
-    return [differentiable_batch_norm(*row, constants, gather) for row in rows]  # type: ignore[call-arg]
+    return [differentiable_batch_norm(*row, constants, gather) for row in rows]  # pyrefly: ignore[bad-argument-count]

@@ -19,7 +19,7 @@ from .replicas import CallbackContext, Replicas
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
-class DataParallelWithCallback(nn.DataParallel):  # type: ignore[type-arg]
+class DataParallelWithCallback(nn.DataParallel):  # pyrefly: ignore[implicit-any-type-argument]
     """:class:`torch.nn.DataParallel` in which synchronized layers synchronize over the replicas.
 
     Gradients and running statistics equal those of ``module`` on the whole batch. Other modules can communicate with
@@ -55,7 +55,7 @@ class DataParallelWithCallback(nn.DataParallel):  # type: ignore[type-arg]
         # Uses torch's device numbers: "cuda:0" is 0, and the CPU is -1. torch's class wants distinct GPUs.
         numbers = [device_index(device, optional=True, allow_cpu=True) for device in device_ids or ()]
         if len(set(numbers)) == len(numbers) and -1 not in numbers:
-            super().__init__(module, device_ids, output_device, dim)  # type: ignore[arg-type]
+            super().__init__(module, device_ids, output_device, dim)  # pyrefly: ignore[bad-argument-type]
             return
         nn.Module.__init__(self)
         self._shares_devices, self.module, self.dim = True, module, dim
@@ -139,7 +139,7 @@ def _replica(network: _Module, device: torch.device, rank: int) -> _Module:
         copy._buffers = {name: buffers.get(buffer, buffer) for name, buffer in module._buffers.items()}
         for name, parameter in module._parameters.items():
             setattr(copy, name, tensors.get(parameter))  # recurrent layers also store the parameter in a list
-    return copies[network]  # type: ignore[no-any-return]
+    return copies[network]
 
 
 def patch_replication_callback(data_parallel: nn.DataParallel[Any]) -> None:
@@ -188,7 +188,7 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
     for copy_id, module in enumerate(modules):
         for context, child in zip(contexts, module.modules(), strict=True):
             if hasattr(child, "__data_parallel_replicate__"):
-                child.__data_parallel_replicate__(context, copy_id)  # type: ignore[operator]
+                child.__data_parallel_replicate__(context, copy_id)  # pyrefly: ignore[not-callable]
         if len(modules) > 1 and layers:
             replicas.watch(copy_id, module)
 
@@ -200,7 +200,7 @@ def _replicate(layer: SyncBatchNorm, ctx: CallbackContext, copy_id: int) -> None
     state.attachments = (Replica(ctx.replicas, copy_id, ctx.layer), *others)
 
 
-SyncBatchNorm.__data_parallel_replicate__ = _replicate  # type: ignore[attr-defined]
+SyncBatchNorm.__data_parallel_replicate__ = _replicate
 
 
 def convert_model(module: _Module) -> _Module:

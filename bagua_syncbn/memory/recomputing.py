@@ -64,7 +64,7 @@ def recompute_outputs(module: _Module | None = None, *, enabled: bool = True) ->
     if enabled != _recomputes(target):
         cls: Any = type(target)
         object.__setattr__(target, "__class__", _recomputing_class(cls) if enabled else cls.__bases__[0])
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 @functools.cache

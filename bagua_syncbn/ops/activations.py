@@ -94,7 +94,7 @@ def activation_of(activation: str | tuple[str, float] | nn.Module | None) -> Act
     given: Any = activation
     if type(given) in MODULES:
         given = MODULES[type(given)](given)
-    name, *parameters = given if isinstance(given, tuple | list) and given else (given,)
+    name, *parameters = given if isinstance(given, (tuple, list)) and given else (given,)
     known = ", ".join(ACTIVATIONS)
     if not isinstance(name, str) or not all(isinstance(parameter, int | float) for parameter in parameters):
         got = type(given).__name__ if isinstance(given, nn.Module) else repr(given)

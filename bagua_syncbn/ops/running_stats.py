@@ -41,7 +41,7 @@ def merge_stats(
     is_plain = ranks == 1 and not options.skip_nonfinite
     merged = _gather_stats(*arguments) if is_plain else _gather_stats(*arguments, options.skip_nonfinite, ranks, call)
     if not is_clamp or not eps:
-        return merged  # type: ignore[no-any-return]
+        return merged
     mean, invstd, count = merged
     return mean, invstd.clamp(max=eps**-0.5), count
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.jit import is_tracing  # type: ignore[attr-defined]
+from torch.jit import is_tracing
 
 from .. import ops
 from ..options import Options

@@ -64,7 +64,7 @@ def gradients_of(
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
         if options.activation is None:
-            rows = [_with_zeros(input, weight, needs_grad[3]) for input, weight, *_ in rows]  # type: ignore[arg-type]
+            rows = [_with_zeros(input, weight, needs_grad[3]) for input, weight, *_ in rows]
         # Views, so that autograd stops here: tensors may depend on each other.
         views = [[None if tensor is None else tensor.view_as(tensor) for tensor in row] for row in rows]
         outputs = compute(views)
@@ -74,7 +74,7 @@ def gradients_of(
     return tuple(next(grads) if needed else None for needed in needs_grad)
 
 
-def _with_zeros(input: Tensor, weight: Tensor | None, has_residual: bool) -> tuple[Tensor | None, ...]:
+def _with_zeros(input: Any, weight: Tensor | None, has_residual: bool) -> tuple[Tensor | None, ...]:
     dtype = ops.accumulate_dtype(input.dtype)
     bias = input.new_zeros(input.size(1), dtype=dtype, requires_grad=True)
     return input, weight, bias, torch.zeros_like(input, requires_grad=True) if has_residual else None
@@ -193,7 +193,7 @@ def once_differentiable(output: Tensor) -> Tensor:
 
 
 def _once_differentiable(output: Tensor) -> Tensor:
-    return _OnceDifferentiable.apply(output)  # type: ignore[no-any-return]
+    return _OnceDifferentiable.apply(output)
 
 
 @untraced

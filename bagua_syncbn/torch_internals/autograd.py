@@ -16,7 +16,7 @@ _Number = TypeVar("_Number")
 
 def untraced(function: _Function) -> _Function:
     """Makes torch.compile run ``function`` instead of tracing it, with a constant result."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    function._dynamo_marked_constant = True  # pyrefly: ignore[missing-attribute]
     return function
 
 
@@ -45,7 +45,7 @@ unwrapped: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.unwrap_i
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """Returns ``function.apply`` without its checks for transforms and wrappers, for :func:`unwrapped` tensors."""
-    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # pyrefly: ignore[missing-attribute]
     return apply
 
 

@@ -21,7 +21,7 @@ def observe_checkpoints(region: Callable[[], Any]) -> None:
             "2.10 to 2.14"
         ) from None
 
-    class ObservedHook(hook):  # type: ignore[misc, valid-type]
+    class ObservedHook(hook):
         """Context manager around the first run with use_reentrant=False."""
 
         def __init__(self, frame: Any) -> None:
@@ -41,8 +41,8 @@ def observe_checkpoints(region: Callable[[], Any]) -> None:
         """Runs the function with use_reentrant=True; backward calls the same wrapped function."""
         return forward(ctx, region()(run_function), preserve_rng_state, *args)
 
-    checkpoint._checkpoint_hook = ObservedHook  # type: ignore[misc]
-    checkpoint.CheckpointFunction.forward = staticmethod(observed_forward)  # type: ignore[method-assign]
+    checkpoint._checkpoint_hook = ObservedHook
+    checkpoint.CheckpointFunction.forward = staticmethod(observed_forward)  # pyrefly: ignore[method-assign]
 
 
 def is_in_backward() -> bool:

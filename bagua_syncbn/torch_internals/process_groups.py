@@ -50,7 +50,7 @@ def timeout_of(group: Any) -> timedelta:
     backends = (group._get_backend(device) for device in group._device_types)
     options = (getattr(backend, "options", None) for backend in backends)  # some backends have no timeout
     timeouts = (found._timeout for found in options if found is not None)
-    return next(timeouts, None) or backend_and_store(group)[1].timeout  # type: ignore[no-any-return]
+    return next(timeouts, None) or backend_and_store(group)[1].timeout
 
 
 def is_gloo_on_cpu(group: Any) -> bool:
@@ -70,19 +70,20 @@ def make_group(
         device: the device that NCCL is bound to in the job, or None.
         backend: overrides the backend of ``model``.
     """
+    c10d: Any = dist.distributed_c10d
     world: Any = dist.group.WORLD
     with _unbound(world, device):
-        group, _ = dist.distributed_c10d._new_process_group_helper(
+        group, _ = c10d._new_process_group_helper(
             len(ranks),
             list(ranks).index(world.rank()),
             list(ranks),
             backend or backend_and_store(model)[0],
             store,
-            name,  # type: ignore[arg-type]
+            name,
             timeout=timeout_of(model),
             group_desc="bagua_syncbn",
         )
-    dist.distributed_c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     return group
 
 

@@ -44,7 +44,7 @@ class Peers:
             by_text = ranks_by_text((rank, text) for rank, text in enumerate(texts) if text)
             errors = "; ".join(f"{ranks} in {text}" for ranks, text in by_text)
             raise RuntimeError(f"{self._caller}: {errors}") from cause
-        return result
+        return result  # pyrefly: ignore[unbound-name]
 
     def gather(self, value: _T) -> list[_T]:
         """Returns the ``value`` of each rank, with tensors on CPU."""
