@@ -33,8 +33,8 @@ class DataParallelWithCallback(nn.DataParallel):  # pyrefly: ignore[implicit-any
         output_device: where outputs are gathered; the first device by default.
         dim: the batch dimension of inputs and outputs.
 
-    Forward raises RuntimeError if replicas call different layers. If a replica raises, forward raises the same error,
-    and waiting replicas stop.
+    Forward raises RuntimeError if replicas call different layers, or if a model calls itself. If a replica raises,
+    forward raises the same error, and waiting replicas stop.
 
     Example::
 

@@ -53,8 +53,8 @@ def fuse_activations(module: _Module) -> _Module:
     both.
 
     Layers in several places of ``module``, layers with a custom forward, and modules with hooks or compiled with
-    ``compile()`` are skipped. Call this on the finished model: code that calls a fused layer outside its container
-    includes the activation.
+    ``compile()`` are skipped. If an activation's class has a patched ``forward``, the patch is ignored. Call this on
+    the finished model: code that calls a fused layer outside its container includes the activation.
 
     Args:
         module: the whole model, converted by :func:`convert_sync_batchnorm`. Ranks may fuse different layers, unless
