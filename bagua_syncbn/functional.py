@@ -36,7 +36,7 @@ first_call_checks: Registry[Callable[[Call], bool]] = Registry()
 
 
 def _peers_of_call(*args: Any, **options: Any) -> tuple[Any, Any] | None:
-    """Returns group and layer of a call of :func:`sync_batch_norm`. The arguments may be invalid."""
+    """Returns the group and layer of a :func:`sync_batch_norm` call, whose arguments may be invalid."""
     given = dict(zip(inspect.signature(sync_batch_norm).parameters, args, strict=False)) | options
     return (given.get("process_group"), given.get("layer")) if given.get("training", True) else None
 
@@ -101,7 +101,7 @@ def sync_batch_norm(
         num_batches_tracked: scalar, any integer or float dtype. Incremented in place with the running statistics.
         eps_mode: ``"plus"``; or ``"clamp"`` to divide by :math:`\sqrt{\max(\mathrm{Var}[x], \epsilon)}`, where
             ``eps`` may be 0 in training. With float32 and half inputs, "clamp" is exact for standard deviations down to
-            1e-19, and its second derivatives down to 1e-12; smaller ones need float64 input or an ``eps``.
+            1e-19, and its second derivatives down to 1e-12; smaller deviations need float64 input or ``eps`` above 0.
         skip_nonfinite: whether to skip the update of the buffers if the batch statistics are infinite or NaN, as in a
             step that ``GradScaler`` skips. Decided on the device.
         layer: calling module. Activation checkpointing matches recomputed calls by module and order; all calls without
@@ -112,16 +112,16 @@ def sync_batch_norm(
             None.
         residual: :math:`r`, (N, C, \*), same dtype and device as ``input``, in any memory format; or None.
         mask: bool, (N, 1, \*); dimensions of size 1 broadcast. True for positions that the statistics include. All
-            other positions are normalized with the same statistics. Ranks may differ in whether they pass a mask, and
-            all positions of a rank may be masked.
+            other positions are normalized with the same statistics. Some ranks may pass no mask, and a rank may mask
+            all of its positions.
         zero_masked: whether output and gradient are 0 at masked positions, even if the input is NaN there.
 
     Returns:
         (N, C, \*), with the dtype and memory format of ``input``.
 
     Raises:
-        TypeError: an argument has the wrong type, dtype or layout; a tensor is a DTensor and ``input`` is not, or not
-            placed to match; a DTensor ``input`` comes with a mask.
+        TypeError: an argument has the wrong type, dtype or layout; a tensor is a DTensor and ``input`` is not, or
+            their placements do not match; a DTensor ``input`` comes with a mask.
         ValueError: an argument has a wrong value or number of dimensions; ``mask`` does not fit ``input``; a
             single-rank training call has one value per channel; this rank is not in ``process_group``, or the ranks of
             the group do not hold each value of a DTensor exactly once.
@@ -228,7 +228,7 @@ def checks_of(call: Call) -> CallCache:
     place: Any = group is not ALONE  # call.synchronizes
     try:
         shape = input.shape
-        if shape[1].__class__ is not int:  # a symbol; the trace must not guard on it
+        if shape[1].__class__ is not int:  # a symbolic size; the trace must not guard on it
             return _validate(call)
         if layer is None:
             caches, of_layer, place = _caches, None, (place, shape[1])

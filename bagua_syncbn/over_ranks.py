@@ -32,23 +32,23 @@ def mean_over_ranks(
     r"""Returns this rank's share of the mean loss over the samples of all ranks.
 
     If ranks have different numbers of samples, boxes or valid pixels, the average of local means is not the overall
-    mean. This function weights ranks so that averaged gradients (by
-    :class:`~torch.nn.parallel.DistributedDataParallel`, FSDP2 or Bagua's gradient allreduce) equal one process. With
-    :math:`W` ranks, where rank :math:`r` has :math:`n_r` values :math:`v_{r,i}`, rank :math:`r` returns
+    mean. This function weights ranks so that gradients averaged over ranks (by
+    :class:`~torch.nn.parallel.DistributedDataParallel`, FSDP2 or Bagua's gradient allreduce) equal the gradients in one
+    process. With :math:`W` ranks, where rank :math:`r` has :math:`n_r` values :math:`v_{r,i}`, rank :math:`r` returns
 
     .. math:: \frac{W}{n} \sum_i v_{r,i}, \qquad n = \sum_r n_r
 
-    Average the results before you log the loss. A rank without samples returns 0, with a graph, and must also run
-    backward. If no rank has samples, :math:`n` is 1. In one process the result is the mean.
+    Average the results before you log the loss. A rank without samples returns 0, which also requires a gradient; this
+    rank must run backward too. If no rank has samples, :math:`n` is 1. In one process the result is the mean.
 
     Counts are summed in float64, in a single message; backward does not communicate. The host does not wait for the
-    device: on CUDA the result is NaN if the ranks' calls differ, and a later call raises; in compiled code it is NaN.
-    All ranks must make the call, even without gradients.
+    device: if the ranks' calls differ, the result on CUDA is NaN, and a later call raises. In compiled code, the result
+    is NaN. All ranks must make the call, even without gradients.
 
     Args:
         values: per-sample losses of this rank (``reduction="none"``), in any shape.
-        mask: bool, in the shape of ``values``, where dimensions of size 1 broadcast; True for values to include; None
-            for all values.
+        mask: bool, with as many dimensions as ``values``; dimensions of size 1 broadcast. True for values to include;
+            None for all values.
         process_group: the ranks over which gradients are reduced, as for :func:`sync_batch_norm`; None for the whole
             job.
         count: overrides :math:`n_r`, by default the number of values. In gradient accumulation, pass the number in all
@@ -77,7 +77,7 @@ def mean_over_ranks(
     if count is None:
         count = values.numel() if mask is None else mask.expand_as(values).sum()
     kept = values if mask is None else values.where(mask, 0)
-    total = kept.sum(dtype=torch.promote_types(values.dtype, torch.float32))  # like torch.mean; half overflows
+    total = kept.sum(dtype=torch.promote_types(values.dtype, torch.float32))  # like torch.mean; float16 would overflow
     communicator = spec.communicator()
     if communicator.size > 1:
         if not isinstance(count, Tensor):
@@ -102,7 +102,7 @@ def _check(values: Any, mask: Any, count: Any, gradients: Any) -> None:
         got = f"{type(values).__name__} of {values.dtype}"
         raise TypeError(f"values: expected a plain floating point tensor, got {got}")
     if values.dim() == 0 and count is None:
-        raise ValueError('values: expected per-sample losses (reduction="none"), or a sum and count; got a scalar')
+        raise ValueError('values: expected per-sample losses (reduction="none"), got a scalar; for a sum, pass count')
     if mask is not None:
         check_mask(mask, list(values.shape), "values", values.device)
     if isinstance(count, Tensor):

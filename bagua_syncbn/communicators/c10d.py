@@ -1,6 +1,6 @@
 """Communicators over torch.distributed: NCCL, gloo and other c10d backends.
 
-Ctrl-C interrupts the host's wait for a CPU collective; so does a rank that leaves the group.
+Ctrl-C, or a rank that leaves the group, interrupts the host's wait for a CPU collective.
 """
 
 import os
@@ -24,8 +24,8 @@ IS_AVAILABLE = dist.is_available()
 # Groups of at least this size sum statistics, so that messages do not grow with the group; see docs/design.md.
 FEWEST_ADDED = 32
 
-# On CPU, ranks gather messages up to this size in bytes and add them locally: latency dominates, and a ring all-gather
-# has half as many steps as a ring all-reduce.
+# On CPU, ranks gather messages up to this size in bytes, and add them locally. Latency dominates in such messages, and
+# a ring all-gather has half as many steps as a ring all-reduce.
 _MOST_GATHERED = 2**14
 
 _SUM_IN_STREAM, _GATHER_IN_STREAM = (
@@ -64,8 +64,9 @@ class TorchCommunicator:
     A layer with this communicator as its ``process_group`` uses this group even if other code sends messages through
     it.
 
-    The communicator does not keep the group alive: outputs hold graphs, graphs hold communicators, and the threads of a
-    group that outlives ``destroy_process_group`` abort the process at exit. Compiled code holds the group's name.
+    The communicator does not keep the group alive. Otherwise a stored output could, because its graph references the
+    communicator; and if a group outlives ``destroy_process_group``, its threads abort the process at exit. Compiled
+    code stores only the group's name.
     """
 
     begins = True  # whether messages can be started without waiting for peers
@@ -110,12 +111,12 @@ class TorchCommunicator:
         return packed
 
     def begin_all_gather(self, packed: Tensor) -> AsyncCollective:
-        """Starts :meth:`all_gather` and does not wait for peers."""
+        """Starts :meth:`all_gather` without waiting for peers."""
         group = self.group
         return AsyncCollective(group, *self._start_gather(group, packed))
 
     def begin_all_reduce(self, packed: Tensor) -> AsyncCollective:
-        """Starts :meth:`all_reduce` and does not wait for peers."""
+        """Starts :meth:`all_reduce` without waiting for peers."""
         group = self.group
         if _is_gathered(packed, self.size):
             return AsyncCollective(group, *self._start_gather(group, packed), sums_rows=True)
@@ -127,7 +128,7 @@ class TorchCommunicator:
         return gathered.view(self.size, -1), getattr(group, process_groups.GATHER_METHOD)(gathered, packed, *options)
 
     def leave(self, why: str) -> None:
-        """Ends peers' waits for this rank. The group cannot be used afterwards."""
+        """Makes peers stop waiting for this rank. The group cannot be used afterwards."""
         group = self._group()
         store = None if group is None else _stores.get(group)
         if store is not None:
@@ -142,9 +143,9 @@ class TorchCommunicator:
 
 
 transports: Registry[Callable[[Any, Any], TorchCommunicator | None]] = Registry()
-"""Functions of a new group and its :class:`Meeting`, called by all ranks together.
+"""Factories of communicators, called on all ranks with a new group and its :class:`Meeting`.
 
-Each returns a communicator, or None if it does not serve the group.
+A factory returns None for a group that it does not support.
 """
 
 
@@ -155,7 +156,7 @@ def _finish(work: Any, group: Any, packed: Tensor) -> None:
     if packed.is_cpu:
         wait_in_slices(work, group)
     else:
-        work.wait()  # with a time limit, the host would wait
+        work.wait()  # with a timeout, the host would block
 
 
 def wait_in_slices(work: Any, group: Any) -> None:
@@ -179,8 +180,8 @@ def wait_in_slices(work: Any, group: Any) -> None:
 _SLICE = timedelta(seconds=0.5)
 
 # The last collectives of each group. A gloo thread drops its reference to a collective some time after it reports the
-# collective as done. If that were the last reference, the thread would free the tensors: this needs the GIL and aborts
-# a process if its interpreter is ending. A group that is destroyed first joins its threads, then drops these
+# collective as done. If that were the last reference, the thread would free the tensors, which needs the GIL and aborts
+# the process if the interpreter is shutting down. On destruction, a group joins its threads before it drops these
 # collectives.
 _ended: WeakKeyDictionary[Any, deque[Any]] = WeakKeyDictionary()
 
@@ -197,7 +198,7 @@ def _keep_to_the_end(*kept: Any) -> "torch.futures.Future[None]":
     return future
 
 
-# By group: the store where its ranks record that they have left. A forked child must not use its parent's connections.
+# The store in which a group's ranks record that they have left. A forked child must not use its parent's connections.
 _stores: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_stores.clear)

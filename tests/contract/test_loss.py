@@ -31,7 +31,7 @@ def detector():
 
 
 def draw_images(images, seed):
-    """Returns features, numbers, and a mask of the valid boxes; some images have none."""
+    """Returns features, targets, and a mask of valid boxes; some images have no valid box."""
     boxes = torch.randint(BOXES + 1, (images, 1), generator=torch.Generator().manual_seed(seed))
     return draw(images, 6, seed=seed), draw(images, BOXES, seed=seed + 50), torch.arange(BOXES) < boxes
 
@@ -145,7 +145,7 @@ def mean_in_group(layer, values, mask=None, **options):
     return mean_over_ranks(values, mask, layer.process_group, **options)
 
 
-# Call of the last rank instead of the loss, and its description in the error.
+# The last rank's call instead of the loss, and how errors describe this call.
 DIVERGENCES = {
     "no call": (lambda layer, values: values.mean().backward(), "backward of SyncBatchNorm1d"),
     "a layer": (lambda layer, values: layer(values), "forward of SyncBatchNorm1d"),
@@ -183,7 +183,7 @@ def test_diverging_ranks_raise_on_all(name, steps):
 def test_the_loss_takes_one_message_and_the_host_does_not_wait_for_a_device(monkeypatch):
     with patch.object(faults, "CHECKED_AT_ONCE", ()), own_group(20.0) as communicator:
         mean = partial(mean_over_ranks, torch.randn(4), None, communicator)
-        losses = [mean(), mean()]  # later calls are expected
+        losses = [mean(), mean()]  # the group's history now predicts this call
         with monkeypatch.context() as patched:
             patched.setattr(torch.Tensor, "item", None)
             patched.setattr(torch.Tensor, "tolist", None)
@@ -202,7 +202,7 @@ VALUES = torch.ones(2, 3)
 INVALID = [
     (([1.0],), {}, TypeError, "values: expected a tensor, got list"),
     ((torch.ones(3, dtype=torch.int64),), {}, TypeError, "a plain floating point tensor, got Tensor of torch.int64"),
-    ((VALUES.mean(),), {}, ValueError, "values: expected per-sample losses .*; got a scalar"),
+    ((VALUES.mean(),), {}, ValueError, "values: expected per-sample losses .*, got a scalar"),
     ((VALUES, VALUES), {}, TypeError, "mask: expected a bool tensor, got torch.float32"),
     ((VALUES,), {"count": "4"}, TypeError, "count: expected a number or a tensor, got str"),
     ((VALUES,), {"count": torch.ones(2)}, ValueError, r"count: expected one number, got size \[2\]"),

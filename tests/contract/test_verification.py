@@ -274,7 +274,7 @@ class Parameters(nn.Module):
         return self.large, self.small
 
 
-# The differences of a gradient of 1 and of a gradient of 0.
+# How far a gradient of 1 and a gradient of 0 differ between the ranks and one process.
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("of_one", "of_zero", "equal"), [
     (0.8e-7, 0, True), (1.2e-7, 0, False), (0, 0.8e-12, True), (0, 1.2e-12, False),
