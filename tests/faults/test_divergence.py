@@ -336,6 +336,10 @@ ALIKE = {
         lambda group: [bagua_syncbn.SyncBatchNorm1d(8, process_group=group) for _ in range(2)],
         ("forward of SyncBatchNorm1d (8", "forward of SyncBatchNorm1d #2 (8"),
     ),
+    "a model with layers of another": (
+        lambda group: (bagua_syncbn.convert_sync_batchnorm(nn.Sequential(*converted(group))), converted(group)),
+        ("'0' of Sequential (8", ONE),
+    ),
 }
 
 
