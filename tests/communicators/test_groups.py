@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_group
 from bagua_syncbn.communicators import LOCAL, Communicator, RankGroup, TorchCommunicator, jobs
+from bagua_syncbn.communicators.torch_engine import running_job
 from bagua_syncbn.groups import spec_of
 from bagua_syncbn.reliability.history import history_in
 from tests.helpers.cases import Case, compare, run_rank
@@ -98,7 +99,9 @@ def test_threads_that_use_a_description_first_at_once_share_a_group(description)
     """Peers in a single thread expect one first use."""
     forget_groups()
     number = 1 if dist.get_rank() else 4
-    with ThreadPoolExecutor(number) as threads:
+    # If each thread agreed with the peers, all but one would wait until this timeout.
+    limit = patch.object(running_job(), "_timeout", timedelta(seconds=10))
+    with limit, ThreadPoolExecutor(number) as threads:
         first, *others = threads.map(communicator_of, [description] * number)
     assert all(communicator is first for communicator in others)
 
