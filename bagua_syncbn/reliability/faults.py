@@ -52,7 +52,10 @@ class FaultRecord:
             raise RuntimeError(differ_text(texts.get(first, "an earlier call")))
         one, other = describe(headers[:3], self._recent), describe(headers[3:], self._recent)
         if kind == 2:
-            raise RuntimeError(f"sync_batch_norm: rank {first} sent a count outside 0 to 2**53 in the {other}")
+            raise RuntimeError(
+                f"sync_batch_norm: rank {first} sent a count outside 0 to 2**53 in the {other}; end the job, and check "
+                "that all ranks run the same version of bagua_syncbn and that the communicator does not change messages"
+            )
         raise RuntimeError(differ_text(one, [(0, one), (first, other)]))
 
 

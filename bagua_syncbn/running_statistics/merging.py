@@ -90,7 +90,7 @@ def merge_statistics(module: nn.Module, process_group: Any = None, *, weight: fl
     communicator = spec.communicator()
     if communicator.size == 1:
         return
-    merged = merged_over_ranks("merge_statistics", module, own, communicator)
+    merged = merged_over_ranks("merge_statistics", module, own, communicator, "call recalibrate_statistics instead")
     with torch.no_grad():
         for name, layer in layers.items():
             layer.running_mean.copy_(merged[name].mean)
@@ -104,9 +104,11 @@ def layers_with_statistics(module: nn.Module) -> dict[str, Any]:
 
 
 def merged_over_ranks(
-    what: str, module: nn.Module, own: Mapping[str, Moments], communicator: Any
+    what: str, module: nn.Module, own: Mapping[str, Moments], communicator: Any, remedy: str
 ) -> dict[str, Moments]:
     """Returns each layer's moments over all ranks, given this rank's ``own`` moments by layer name.
+
+    ``remedy`` ends the error for results that are not finite.
 
     Raises:
         RuntimeError: a peer makes a call other than ``what``, or has different layers; a result is not finite.
@@ -123,5 +125,6 @@ def merged_over_ranks(
             merged[name] = Moments.of_sums(part.to(moments.mean.device))
     wrong = [name or "the model itself" for name, each in merged.items() if not torch.cat(each).isfinite().all()]
     if wrong:
-        raise RuntimeError(f"{what}: statistics are not finite in {', '.join(wrong)} on some rank; none was updated")
+        names = ", ".join(wrong)
+        raise RuntimeError(f"{what}: statistics are not finite in {names} on some rank, so none was updated; {remedy}")
     return merged

@@ -84,7 +84,7 @@ def recalibrate_statistics(
     with attached(module, _NAME, Accumulation, Accumulation) as found, dry_run(module, set(layers.values())):
         run()
     own = {name: Moments.of_row(found[layer].row[0]) for name, layer in layers.items()}
-    merged = merged_over_ranks(_NAME, module, own, communicator)
+    merged = merged_over_ranks(_NAME, module, own, communicator, "check batches and parameters for infinities and NaN")
     counts = {name: moments.weight.item() for name, moments in merged.items()}
     if layers and not any(counts.values()):
         raise ValueError("batches: expected a non-empty batch on some rank, got none that reaches a layer")

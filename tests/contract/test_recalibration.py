@@ -155,7 +155,7 @@ def test_an_invalid_recalibration_changes_nothing():
         (ValueError, "device: expected None with forward", [batch], {"forward": model, "device": "cpu"}),
         (TypeError, "forward: expected a function", [batch], {"forward": "model"}),
         (ValueError, "more than 1 value per channel", [batch, batch[:1, :, :1, :1]], {}),
-        (RuntimeError, "statistics are not finite in 0", [batch, batch * torch.inf], {}),
+        (RuntimeError, "not finite in 0 .*; check batches and parameters for", [batch, batch * torch.inf], {}),
         (TypeError, "batches: expected an iterable of batches, got Tensor", batch, {}),
         (TypeError, "got a batch of type dict; pass forward", [{"image": batch}], {}),
         (ValueError, "batches: expected a non-empty batch on some rank", iter(()), {}),

@@ -325,6 +325,29 @@ def test_an_error_in_a_second_derivative_raises_on_all_ranks():
             assert ("in a step" in message) is fails
 
 
+class Damaging:
+    """A communicator of two ranks that changes the count of rank 1."""
+
+    size, rank = 2, 0
+
+    def all_gather(self, packed):
+        rows = packed.repeat(2, 1)
+        rows[1, 16:17] = -1  # after the mean and variance of 8 channels; a probe is shorter
+        return rows
+
+    def all_reduce(self, packed):
+        return packed * 2
+
+
+def test_a_changed_count_raises_and_the_group_stops():
+    layer = bagua_syncbn.SyncBatchNorm1d(8, process_group=Damaging())
+    before = copy.deepcopy(layer.state_dict())
+    for told in (r"rank 1 sent a count outside .* in the forward of .*, call 1; end the job, and check", FAILED_BEFORE):
+        with pytest.raises(RuntimeError, match=told):
+            layer(torch.randn(4, 8))
+    torch.testing.assert_close(layer.state_dict(), before, rtol=0, atol=0)
+
+
 # Names of models and layers.
 
 ONE, TWO = "'0' of Critic (8", "'0' of Critic #2 (8"

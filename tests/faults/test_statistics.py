@@ -46,7 +46,7 @@ DIVERGENCES = {
     ),
     "has infinite statistics": (
         lambda model, group: (model[1].running_var.fill_(torch.inf), merge_statistics(model, group)),
-        ("merge_statistics: statistics are not finite in 1",),
+        ("statistics are not finite in 1 on some rank, so none was updated; call recalibrate_statistics instead",),
     ),
     "raises in its batches": (lambda model, group: recalibrate(model, group, raising()), ("no such file",)),
     "recalibrates": (
