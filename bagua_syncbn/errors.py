@@ -73,7 +73,8 @@ def notifies_peers(
 def raise_if_out_of_memory(error: Exception) -> None:
     """Raises torch's error instead of a kernel's out-of-memory ``error``; ignores other errors.
 
-    The allocation is repeated. If it succeeds, the error has torch's class for the device.
+    Repeats the allocation to get torch's error. If it succeeds, raises :class:`torch.OutOfMemoryError` with the text of
+    ``error`` on devices, and returns on CPU.
     """
     found = _NO_MEMORY.match(str(error))
     if found is None:

@@ -77,7 +77,7 @@ MAKERS: dict[str, Maker] = {
 
 
 def find(device: torch.device) -> tuple[dict[str, Maker], dict[str, str]]:
-    """Tries all layers on a small batch. Returns the layers that train on ``device``, and the errors of the rest.
+    """Trains each layer on a small batch. Returns the layers that work on ``device``, and the errors of all others.
 
     All ranks of the job must call it.
     """

@@ -35,7 +35,7 @@ class Meeting:
     def __init__(self, store: Any, name: str, rank: int, ranks: Sequence[int], timeout: timedelta, what: str) -> None:
         self._rank, self._ranks, self._seconds, self._what = rank, ranks, timeout.total_seconds(), what
         self._step, self.store, self.attempt = 0, store, 1
-        if store is not None:  # counts attempts, because the store may outlive a job
+        if store is not None:  # separates attempts: the store may hold keys of an earlier job
             prefixed: Any = dist.distributed_c10d.PrefixStore
             store = prefixed(f"bagua_syncbn/{name}", store)
             self.attempt = store.add(f"attempts of {rank}", 1)

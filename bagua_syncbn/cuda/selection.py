@@ -43,7 +43,7 @@ _checked: set[tuple[torch.device, torch.dtype]] = set()
 
 class _State:
     """``problem``: reason for using ATen's kernels or plain torch; None if native kernels run.
-    ``warns``: whether the next check warns about it. ``in_use``: whether calls may be running native kernels.
+    ``warns``: whether the next check warns about the problem. ``in_use``: whether calls may be running native kernels.
     """
 
     problem: ClassVar[str | None] = None
@@ -59,18 +59,19 @@ def cuda_kernels() -> str:
 
 
 def check_kernels(input: Tensor) -> bool:
-    """Compares the native kernels with plain torch for the device and dtype of ``input``, once. If they differ, ATen's
-    replace them. Returns False if the comparison must wait for a later call.
+    """Compares the native kernels with plain torch once for the device and dtype of ``input``.
+
+    ATen's kernels replace them if results differ. Returns False if the comparison must wait for a later call.
 
     Raises:
-        RuntimeError: a graph is being captured, so kernels cannot be compared; a kernel broke CUDA; or kernels that
-            other calls may be running differ or do not support the device.
+        RuntimeError: a graph is being captured, so kernels cannot be compared; a kernel broke CUDA; or native kernels
+            differ or do not support the device, but cannot be replaced because other calls may be running them.
     """
     device, dtype = key = input.device, input.dtype
     if key in _checked:
         return True
     with _lock:
-        waits = type(input) is not Tensor  # its device may not exist
+        waits = type(input) is not Tensor  # e.g. a fake tensor, whose device may not exist
         if _State.problem is None and not waits:
             problem = _PROBLEMS[import_module("bagua_syncbn._C").cuda_support(device.index or 0)]
             waits = problem is None and is_transforming()
@@ -90,7 +91,7 @@ def check_kernels(input: Tensor) -> bool:
 
 
 def _compare(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Returns the first difference, or None if the kernels agree with plain torch."""
+    """Returns the first difference between the native kernels and plain torch as text, or None."""
     if is_capturing():
         raise RuntimeError(
             f"the first call with {dtype} on {device} compares kernels, which is impossible while a graph is captured; "

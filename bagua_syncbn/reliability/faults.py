@@ -11,7 +11,7 @@ from .. import ops
 from ..groups import ranks_by_text
 from .signatures import RAISED, CallSignature
 
-# Device types whose record the host checks after each op, so that all ranks raise in the same call.
+# Types of devices whose fault record the host checks after each op, so that all ranks raise in the same call.
 CHECKED_AT_ONCE = ("cpu",)
 
 
@@ -25,7 +25,7 @@ class FaultRecord:
             try:
                 return torch.zeros(8, dtype=torch.int64, device="cpu", pin_memory=device_type != "cpu")
             except RuntimeError:
-                if device_type == "cuda":  # kernels write to the address
+                if device_type == "cuda":  # kernels write to this memory, which must be pinned
                     raise
                 return torch.zeros(8, dtype=torch.int64, device="cpu")  # this device cannot pin memory
 

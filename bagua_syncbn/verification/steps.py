@@ -43,7 +43,7 @@ class Twins:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs steps of copies of ``model``, which is equal on all ranks."""
+    """Runs training steps on copies of ``model``, which is equal on all ranks."""
 
     ranks: Peers
     model: nn.Module
@@ -166,13 +166,13 @@ def tensors_in(values: Any) -> list[Tensor]:
 def joined(batches: Sequence[Any]) -> Any:
     """Concatenates each tensor of nested batches along its first dimension; other values must be equal."""
     if any(pytree.tree_structure(batch) != pytree.tree_structure(batches[0]) for batch in batches):
-        raise ValueError("batch: expected the same structure on all ranks; or pass merge")
+        raise ValueError("batch: expected the same structure on all ranks, got others; pass merge to combine them")
 
     def join(*row: Any) -> Any:
         if isinstance(row[0], Tensor) and row[0].dim():
             return torch.cat(row)
         if len({pickle.dumps(value) for value in row}) > 1:
-            raise ValueError(f"batch: expected tensors, or equal values on all ranks, got {row!r:.200}; or pass merge")
+            raise ValueError(f"batch: expected tensors or equal values, got {row!r:.200}; pass merge to combine them")
         return row[0]
 
     return pytree.tree_map(join, *batches)

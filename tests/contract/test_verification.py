@@ -315,5 +315,5 @@ def test_merge_makes_one_batch_of_nested_lists():
         return model(torch.stack(images)).square().sum() * (1 if len(images) == 5 else 2)
 
     assert verify_synchronization(model(), images, loss, merge=lambda lists: list(chain(*lists)))
-    with pytest.raises(ValueError, match="batch: expected the same structure on all ranks; or pass merge"):
+    with pytest.raises(ValueError, match="batch: expected the same structure on all ranks, got others; pass merge"):
         verify_synchronization(model(), images, loss)

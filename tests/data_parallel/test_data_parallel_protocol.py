@@ -120,7 +120,7 @@ def test_torchs_wrapper_and_its_layers_are_converted_in_place():
 
 
 class InAStream(nn.Module):
-    """Runs a layer in a new stream, behind waits in both passes."""
+    """Runs a layer in a new stream, delayed by a sleep in forward and backward."""
 
     def __init__(self, layer):
         super().__init__()
@@ -142,7 +142,7 @@ class InAStream(nn.Module):
 @pytest.mark.parametrize("inner", [lambda layer: layer, InAStream])
 @pytest.mark.parametrize("place", GPU_PLACES)
 def test_replicas_wait_for_side_streams_of_the_caller_and_of_each_other(place, inner):
-    # A wait in a stream reveals a missing synchronization. Copies from the host are done before this wait.
+    # Sleeps delay the streams, so that a missing synchronization changes results. Inputs are copied before the sleeps.
     expected = nn.Sequential(nn.BatchNorm2d(3, affine=False), nn.Tanh()).double()
     actual = nn.Sequential(SynchronizedBatchNorm2d(3, affine=False), nn.Tanh()).double()
     actual = parallel(nn.Sequential(inner(actual)), place, 2)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-if not all(map(find_spec, ("matplotlib", "sklearn"))):  # imported in tests, since both take seconds
+if not all(map(find_spec, ("matplotlib", "sklearn"))):  # imported by tests that use them: imports take seconds
     pytest.skip("the benchmarks need more packages: pip install -e '.[bench]'", allow_module_level=True)
 
 import benchmarks.__main__
