@@ -96,7 +96,7 @@ def batch_loop(module: nn.Module, batches: Iterable[Any], forward: Any, device: 
         if not isinstance(input, Tensor):
             raise TypeError(
                 "batches: expected tensors, or lists or tuples that begin with a tensor, got a batch of type "
-                f"{type(batch).__name__}; pass forward"
+                f"{type(batch).__name__}; for other batches, pass forward"
             )
         return module(input if device is None else input.to(device))
 

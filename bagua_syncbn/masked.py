@@ -47,8 +47,8 @@ class _ModelMask:
         if not fits(self.mask, mask_size(input)):
             if self.rule is None:
                 raise RuntimeError(
-                    f"mask: a mask of {[*self.mask.shape]} inside masked does not fit a layer with input of "
-                    f"{[*input.shape]}; pass a rule, or a mask of size (N, 1, *)"
+                    f"mask: expected a mask that fits the input {[*input.shape]}, got {[*self.mask.shape]}; pass a "
+                    "rule to masked, or a mask of size (N, 1, *)"
                 )
             mask = self.rule(self.mask, input.shape)
         return masking_of(input, (mask, self.zero_masked))

@@ -40,11 +40,12 @@ def fits(mask: Tensor, size: list[int]) -> bool:
 
 
 def check_mask(mask: Tensor, size: list[int], expected: str, device: torch.device) -> None:
-    """Raises unless ``mask`` is bool, on ``device``, and fits ``size``, which messages call ``expected``."""
+    """Raises unless ``mask`` is bool, on ``device``, and fits ``size``, which errors describe as ``expected``."""
     check_is_tensor("mask", mask)
     if mask.dtype != torch.bool:
         raise TypeError(f"mask: expected a bool tensor, got {mask.dtype}")
     if not fits(mask, size):
-        raise ValueError(f"mask: expected the size of {expected}, {size}, or 1 in any dimension; got {[*mask.shape]}")
+        got = [*mask.shape]
+        raise ValueError(f"mask: expected the size {expected}, here {size}, where any dimension may be 1, got {got}")
     if mask.device != device:
         raise RuntimeError(f"mask: expected a tensor on {device}, got {mask.device}")

@@ -104,7 +104,7 @@ def _check(values: Any, mask: Any, count: Any, gradients: Any) -> None:
     if values.dim() == 0 and count is None:
         raise ValueError('values: expected per-sample losses (reduction="none"), got a scalar; for a sum, pass count')
     if mask is not None:
-        check_mask(mask, list(values.shape), "values", values.device)
+        check_mask(mask, list(values.shape), "of values", values.device)
     if isinstance(count, Tensor):
         if count.numel() != 1:
             raise ValueError(f"count: expected one number, got size {list(count.shape)}")

@@ -31,7 +31,7 @@ def _on_shards(call: Call) -> Tensor | None:
     shards = _Shards(input)
     buffers = ops.Buffers(*map(shards.buffer, ops.Buffers._fields, call.buffers))
     if call.has_mask:
-        raise TypeError("mask: expected None with a DTensor input, got a mask; call the layer with to_local()")
+        raise TypeError("mask: expected None with a DTensor input, got a mask; pass input.to_local() and its mask")
     if call.training:
         shards.check_group(call.group)
     if residual is not None:
@@ -69,7 +69,7 @@ class _Shards:
         """Raises ValueError unless the ranks of ``process_group`` hold each value of the channels once."""
         mesh, coordinate = self.mesh, self.mesh.get_coordinate()
         if coordinate is None:
-            raise ValueError(f"input: expected a DTensor on a mesh with this rank, got mesh {mesh}")
+            raise ValueError(f"input: expected a DTensor on a mesh that contains this rank, got {mesh}")
         chosen = [slice(None) if synced else at for synced, at in zip(self._synchronizes, coordinate, strict=True)]
         expected = sorted(mesh.mesh[tuple(chosen)].flatten().tolist())
         members = spec_of(process_group).members()  # None for a Communicator without ranks

@@ -133,7 +133,7 @@ class SyncBatchNorm(_BatchNorm):
             self._sync_state.frozen_mode = value
             value = False
         elif name == "activation" and type(self) in (SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d):
-            raise AttributeError(f"activation: set {type(self).__name__}.fused_activation instead")
+            raise AttributeError(f"activation: {type(self).__name__} has no such attribute; set fused_activation")
         super().__setattr__(name, value)
 
     @cached_property
@@ -252,8 +252,8 @@ def refuse_alone(go: Callable[[Call], Tensor], call: Call) -> Tensor:
     """Attachment that raises in replicas without callbacks, which would train unsynchronized."""
     if call.synchronizes:
         raise RuntimeError(
-            f"{type(call.layer).__name__}: the replicas of this DataParallel model cannot find each other; use "
-            "bagua_syncbn.data_parallel.DataParallelWithCallback, or patch_replication_callback on the model"
+            f"{type(call.layer).__name__}: replicas of torch.nn.DataParallel cannot synchronize; use "
+            "bagua_syncbn.data_parallel.DataParallelWithCallback, or call patch_replication_callback on the wrapper"
         )
     return go(call)
 

@@ -106,7 +106,7 @@ def is_process_group(process_group: object) -> bool:
     if communication is None or not isinstance(process_group, communication.BaguaProcessGroup):
         return False
     if default_group() is None:
-        raise RuntimeError("process_group: got a BaguaProcessGroup before bagua.torch_api.init_process_group()")
+        raise RuntimeError("process_group: Bagua does not run yet; call bagua.torch_api.init_process_group() first")
     return True
 
 

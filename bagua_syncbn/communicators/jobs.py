@@ -62,7 +62,7 @@ class Job:
         texts = [text for text, _ in brought]
         if len(set(texts)) > 1:
             got = ", ".join(f"{text} on rank {texts.index(text)}" for text in dict.fromkeys(texts))
-            raise ValueError(f"process_group: expected the same on all {self.size} ranks of the job, got {got}")
+            raise ValueError(f"process_group: expected equal values on all {self.size} ranks of the job, got {got}")
         return tuple(rank for rank, (_, other) in enumerate(brought) if other == host)
 
     def communicator(

@@ -44,7 +44,7 @@ def class_before_conversion(cls: type[nn.Module]) -> type[nn.Module]:
         return _rebased(cls, class_before_conversion(cls.__bases__[-1]))
     if "local_class" not in vars(cls):
         raise TypeError(
-            f"module: cannot revert {full_name(cls)}; set local_class in it to the class that its layers become"
+            f"module: cannot revert {full_name(cls)}, which has no local_class; set it to the class of reverted layers"
         )
     return cast(type[SyncBatchNorm], cls).local_class
 

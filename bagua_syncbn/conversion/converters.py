@@ -39,7 +39,7 @@ def register_converter(cls: type[nn.Module], converter: Converter | None) -> Non
     docs/switching.md has classes for layers of several packages.
     """
     if not isinstance(cls, type) or not issubclass(cls, nn.Module) or issubclass(cls, SyncBatchNorm):
-        raise TypeError(f"cls: expected a class of modules that is not part of bagua_syncbn, got {cls!r}")
+        raise TypeError(f"cls: expected a subclass of torch.nn.Module, but not of SyncBatchNorm, got {cls!r}")
     if converter is None:
         _converters.pop(cls, None)
     else:
@@ -66,8 +66,8 @@ def class_after_conversion(layer: nn.Module) -> type[SyncBatchNorm] | None:
         return None
     if not isinstance(target, type) or not issubclass(target, SyncBatchNorm):
         raise TypeError(
-            f"register_converter: expected a subclass of bagua_syncbn.SyncBatchNorm from the converter of "
-            f"{full_name(cls)}, got {target!r}"
+            f"converter of {full_name(cls)}: expected it to return a subclass of bagua_syncbn.SyncBatchNorm or None, "
+            f"got {target!r}"
         )
     return replacing_class(cls, target)
 

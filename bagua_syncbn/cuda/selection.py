@@ -95,7 +95,7 @@ def _compare(device: torch.device, dtype: torch.dtype) -> str | None:
     if is_capturing():
         raise RuntimeError(
             f"the first call with {dtype} on {device} compares kernels, which is impossible while a graph is captured; "
-            "call the layer once first"
+            "call the layer once before the capture"
         )
     wait_for(device)  # raises errors of earlier kernels
     try:
@@ -105,7 +105,7 @@ def _compare(device: torch.device, dtype: torch.dtype) -> str | None:
     except RuntimeError as error:
         raise RuntimeError(
             f"comparing the CUDA kernels of bagua_syncbn with plain torch for {dtype} failed on {device}, which may be "
-            f"unusable in this process now: {error}. To run without them, set BAGUA_SYNCBN_KERNELS=aten"
+            f"unusable in this process now: {error}. To run without these kernels, set BAGUA_SYNCBN_KERNELS=aten"
         ) from error
     return difference and f"on {torch.cuda.get_device_name(device)}, {difference}"
 

@@ -37,7 +37,7 @@ class Replica:
         if not call.synchronizes or self.replicas.size == 1:
             return go(call)
         if call.has_mask:
-            raise RuntimeError(f"{self.layer}: replicas take no masks; use one process for each device")
+            raise RuntimeError(f"{self.layer}: masks are not supported in replicas; use one process per device")
         try:
             checked = checks_of(call)
         except (TypeError, ValueError, RuntimeError) as error:

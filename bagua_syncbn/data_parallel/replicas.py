@@ -102,13 +102,13 @@ class Replicas:
         with self._changed:
             if rank in self._ended:
                 raise RuntimeError(
-                    f"{layer}: called after the forward pass of the replica, which can run only once; activation "
-                    "checkpointing, which repeats calls in backward, cannot be combined with replicas"
+                    f"{layer}: called after its replica's forward pass; a model in replicas cannot call itself, and "
+                    "activation checkpointing cannot recompute its layers; use one process per device"
                 )
             if self._sent and self._layer != layer:
                 raise RuntimeError(
-                    f"all replicas must call the same layers in the same order: replica {min(self._sent)} calls "
-                    f"{self._layer}, and replica {rank} calls {layer}"
+                    f"replica {min(self._sent)} calls {self._layer}, but replica {rank} calls {layer}; all replicas "
+                    "must call the same layers in the same order"
                 )
             self._layer, self._sent[rank] = layer, Sent(tensors, stream_of(tensors[0]))
             self._changed.notify_all()

@@ -180,8 +180,8 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
         if layer.training and this_thread.prepare is not None:  # in a checkpoint
             raise RuntimeError(
                 f"{name_of(layer, name)}: activation checkpointing cannot recompute replicas, which would update the "
-                "running statistics twice; checkpoint parts of the model that have no synchronized layers, or use a "
-                "process per device"
+                "running statistics twice; checkpoint parts of the model that have no synchronized layers, or use "
+                "one process per device"
             )
     replicas = Replicas(len(modules))
     contexts = [CallbackContext(replicas, name_of(child, name)) for name, child in modules[0].named_modules()]

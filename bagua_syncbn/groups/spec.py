@@ -64,7 +64,7 @@ def members_by(rule: Rule, rank: int, size: int) -> Ranks | None:
         return rule.ranks
     if sorted(rank for ranks in rule for rank in ranks) != list(range(size)):
         raise ValueError(
-            f"process_group: expected each of the job's {size} ranks in one list, got {description_of(rule)}"
+            f"process_group: expected each of the job's {size} ranks in exactly one list, got {description_of(rule)}"
         )
     return next(tuple(sorted(ranks)) for ranks in rule if rank in ranks)
 
@@ -79,7 +79,7 @@ def text_of(rule: Rule) -> str:
     return "the group of all ranks" if rule is None else f"process_group={description_of(rule)!r}"
 
 
-# Returns the job's group of all ranks, or None without a job. A partial for speed: every layer call calls it.
+# Returns the job's group of all ranks, or None without a job. Every layer call uses it; a partial is fastest.
 world: Callable[[], Any] = partial(getattr, dist.group, "WORLD") if dist.is_available() else lambda: None
 
 
@@ -290,7 +290,7 @@ def _rule_of(description: Any) -> Rule:
     if isinstance(description, int) and not isinstance(description, bool):
         if description < 1:
             hint = "; new_group returned -100, because this rank is not in its group" * (description == -100)
-            raise ValueError(f"process_group: expected at least 1 consecutive rank, got {description}{hint}")
+            raise ValueError(f"process_group: expected a positive number of ranks, got {description}{hint}")
         return description
     if isinstance(description, str) and description == NODE:
         return NODE

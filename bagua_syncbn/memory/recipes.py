@@ -143,8 +143,8 @@ def _note_output(
 def _normalized(input: Tensor, version: int, factors: Sequence[Tensor | None], norm: Normalization) -> Tensor:
     if input._version != version:
         raise RuntimeError(
-            f"{name_of(norm.layer)}: the input was written to in place after the forward pass, but recompute_outputs "
-            "needs it to recompute the output"
+            f"{name_of(norm.layer)}: the input was written to in place after the forward pass, so recompute_outputs "
+            "cannot recompute the output; write to a copy, or turn off recompute_outputs for this model"
         )
     activation = norm.options.activation or ops.IDENTITY
     try:

@@ -41,7 +41,8 @@ def forget_compiled_code(module: torch.nn.Module) -> None:
 def check_before_folding(check: Callable[[Any], None]) -> None:
     """Makes ``fuse_conv_bn_eval`` and ``fuse_linear_bn_eval`` call ``check`` with the folded layer.
 
-    Both look up a helper in their module at each call, and name the layer ``bn``.
+    Both look up a helper in torch's module at each call, so a wrapper around the helper runs. It finds the layer in
+    their local variable ``bn``.
     """
 
     def check_and_fold(fold: Callable[..., Any], *args: Any) -> Any:

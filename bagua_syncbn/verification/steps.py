@@ -145,7 +145,7 @@ def _run(model: nn.Module, batch: Any, loss: Loss, weight: float = 1.0) -> Step:
         for layer in model.modules():
             if isinstance(layer, SyncBatchNorm):  # peers may be waiting in this layer
                 notify_peers(layer._sync_state.group, layer, error)
-        if called and called.isdisjoint(model.modules()):  # the error may only be that dtypes differ
+        if called and called.isdisjoint(model.modules()):  # e.g. the original float32 model got a float64 batch
             raise ignores_copy from error
         raise
     step = {f"output {index}" if len(outputs) > 1 else "output": output for index, output in enumerate(outputs)}

@@ -42,7 +42,7 @@ def measure(shape: Shape, job: dict[str, Any], makers: dict[str, Maker], device:
 
 
 def compiled_table(results: Results) -> str:
-    """A residual block: our minimum step time over the minima of the unsynchronized block plus the messages."""
+    """A residual block: our minimum step time, divided by the unsynchronized block's plus the messages'."""
 
     def row(case: Case) -> list[str]:
         least = {name: min(samples) for name, samples in case["microseconds"].items()}

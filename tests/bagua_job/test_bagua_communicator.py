@@ -159,7 +159,7 @@ def test_a_tensor_on_another_device_raises():
 
 def test_a_bagua_group_without_a_job_raises():
     group = communication.BaguaProcessGroup([0], None, "early")
-    layer, message = SyncBatchNorm1d(2), r"got a BaguaProcessGroup before bagua\.torch_api\.init_process_group"
+    layer, message = SyncBatchNorm1d(2), r"Bagua does not run yet; call bagua\.torch_api\.init_process_group"
     check_refused(group, RuntimeError, message)
     with pytest.raises(RuntimeError, match=message):
         layer.process_group = group

@@ -133,7 +133,7 @@ def test_different_descriptions_raise_on_all_ranks():
         (None if rank else "node", "got node on rank 0, None on rank 1"),
     ]:
         for _ in range(2):
-            with pytest.raises(ValueError, match=f"expected the same on all 4 ranks of the job, {told}"):
+            with pytest.raises(ValueError, match=f"expected equal values on all 4 ranks of the job, {told}"):
                 SyncBatchNorm(1, process_group=mine)(torch.randn(2, 1))
 
 
@@ -192,7 +192,7 @@ def test_a_mesh_dimension_is_saved_as_its_ranks():
 
 
 @pytest.mark.parametrize(("process_group", "error", "message"), [
-    (0, ValueError, "expected at least 1 consecutive rank, got 0"),
+    (0, ValueError, "expected a positive number of ranks, got 0"),
     (-2, ValueError, "got -2"),
     ([[0, True]], TypeError, r"got \[\[0, True\]\]"),
     ([[0], 1], TypeError, r"got \[\[0\], 1\]"),
@@ -212,7 +212,7 @@ def test_invalid_groups_raise_at_construction(process_group, error, message):
 @pytest.mark.parametrize(("process_group", "message"), [
     (2, "expected a divisor of the job's 3 ranks, got 2"),
     (4, "got 4"),
-    ([[0, 1]], r"expected each of the job's 3 ranks in one list, got \[\[0, 1\]\]"),
+    ([[0, 1]], r"expected each of the job's 3 ranks in exactly one list, got \[\[0, 1\]\]"),
     ([[0, 1], [2, 3]], r"got \[\[0, 1\], \[2, 3\]\]"),
     ([[0, 1], [1, 2]], r"got \[\[0, 1\], \[1, 2\]\]"),
     ([], r"got \[\]"),

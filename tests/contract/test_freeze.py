@@ -129,8 +129,8 @@ def test_models_that_are_compiled_without_guards_freeze():
 
 
 REFUSED = {
-    "torch's": (lambda: nn.BatchNorm2d(3), "BatchNorm2d '1' is not synchronized; call convert"),
-    "untracked": (lambda: SyncBatchNorm2d(3, track_running_stats=False), "'1' has no running statistics; skip it"),
+    "torch's": (lambda: nn.BatchNorm2d(3), "BatchNorm2d '1' is not synchronized; convert"),
+    "untracked": (lambda: SyncBatchNorm2d(3, track_running_stats=False), "'1' has no running statistics; exclude"),
     "lazy": (lambda: converted(nn.LazyBatchNorm2d()), "SyncLazyBatchNorm2d '1' is lazy and uninitialized; call"),
 }
 

@@ -127,7 +127,7 @@ REFUSED = [
     (convert_sync_batchnorm, scripted, TypeError, "RecursiveScriptModule '2'; convert, then script"),
     (convert_sync_batchnorm, wrapped, TypeError, "BatchNorm2d '2'.*subclass, or convert before hooks"),
     (revert_sync_batchnorm, partial(BecomesSlotted, 2), TypeError, "__class__ assignment"),
-    (revert_sync_batchnorm, partial(LocalSubclass, 2), TypeError, "LocalSubclass; set local_class"),
+    (revert_sync_batchnorm, partial(LocalSubclass, 2), TypeError, "LocalSubclass, which has no local_class; set it"),
     *(
         (revert_sync_batchnorm, partial(cls, 2, **option), ValueError, f"cannot revert {cls.__name__}.* has no {said}")
         for cls in (SyncBatchNorm, SyncBatchNorm2d)

@@ -147,7 +147,7 @@ def test_register_converter_checks_its_arguments():
 @pytest.mark.usefixtures("registered")
 def test_classes_of_converters_are_checked():
     register_converter(Foreign, lambda layer: nn.BatchNorm2d)
-    with pytest.raises(TypeError, match=r"from the converter of .*test_subclasses\.Foreign, got .*BatchNorm2d"):
+    with pytest.raises(TypeError, match=r"converter of .*test_subclasses\.Foreign: expected .*, got .*BatchNorm2d"):
         convert_sync_batchnorm(nn.Sequential(Foreign(3)))
 
 

@@ -55,7 +55,7 @@ def test_masks_raise():
     def script(module, copy_id, input):
         return module.late(input, mask=torch.ones(1, 1, dtype=torch.bool))
 
-    with pytest.raises(RuntimeError, match="SyncBatchNorm1d 'late': replicas take no masks"):
+    with pytest.raises(RuntimeError, match="SyncBatchNorm1d 'late': masks are not supported in replicas"):
         promptly(parallel(Steps(script), "cpu", 2), torch.randn(6, 2))
 
 
@@ -95,7 +95,7 @@ def other_order(module, copy_id, input):
     return second(first(input))
 
 
-ORDER = "all replicas must call the same layers in the same order: replica .*'(early.*late|late.*early)'"
+ORDER = "replica .*'(early.*late|late.*early)'; all replicas must call the same layers in the same order"
 
 
 @pytest.mark.parametrize(("count", "script", "told"), [
@@ -119,7 +119,7 @@ def test_recomputation_in_backward_raises(use_reentrant):
         return checkpoint(module.late, input, use_reentrant=use_reentrant)
 
     output = parallel(Steps(script), "cpu", 2)(torch.randn(4, 2, requires_grad=True))
-    with pytest.raises(RuntimeError, match=r"'late': called after the forward pass.*checkpointing"):
+    with pytest.raises(RuntimeError, match=r"'late': called after its replica's forward.*checkpointing"):
         promptly(output.sum().backward)
 
 
@@ -163,5 +163,5 @@ def test_each_replica_runs_once():
     copies, batch = model.replicate(model.module, model.device_ids), torch.randn(4, 2)
     execute_replication_callbacks(copies)  # the second time
     model.parallel_apply(copies, [(batch,)] * 2, [{}] * 2)
-    with pytest.raises(RuntimeError, match="'0': called after the forward pass of the replica, which can run only"):
+    with pytest.raises(RuntimeError, match="'0': called after its replica's forward pass; a model in replicas"):
         promptly(model.parallel_apply, copies, [(batch,)] * 2, [{}] * 2)

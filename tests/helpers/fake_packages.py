@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class _OwnForward:
-    """Computes the formula by hand, like these packages on several ranks."""
+    """A forward that computes batch normalization by hand, as these packages do on several ranks."""
 
     channel_last = False
 
@@ -63,7 +63,7 @@ class Mmcv(_OwnForward, nn.Module):
 
 
 class _Trainer(SimpleNamespace):
-    """Trainer of Lightning, and of detectron2, which builds the model."""
+    """Stands in for Lightning's Trainer, and for detectron2's DefaultTrainer, which builds the model."""
 
     @classmethod
     def build_model(cls, cfg):

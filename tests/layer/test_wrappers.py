@@ -94,7 +94,7 @@ def test_sharded_models_in_mixed_precision_stay_synchronized(kind):
     torch.testing.assert_close(last.running_mean.float(), reference[3].running_mean, rtol=0.03, atol=0.01)
 
 
-# with_bagua over torch; test_contrib.py trains with it
+# Setup by with_bagua over torch. test_contrib.py tests training.
 
 
 @pytest.mark.ranks(2)
