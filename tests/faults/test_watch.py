@@ -1,9 +1,11 @@
 """A rank that has waited for half of the timeout logs its call."""
 
+import itertools
 import logging
 import re
 from contextlib import contextmanager
-from unittest.mock import patch
+from types import SimpleNamespace
+from unittest.mock import Mock, patch
 
 import pytest
 import torch.distributed as dist
@@ -49,6 +51,16 @@ def test_a_long_wait_is_logged_with_call_and_group(pool):
     assert f"in the {what}. " in message
     assert f"(group {group})" in message
     assert f"collective failed in the {what}, on rank 0" in error
+
+
+def test_each_long_wait_is_logged_once():
+    calls = [SimpleNamespace(calls=number, sending=SimpleNamespace(text="forward"), failure=None) for number in (4, 5)]
+    looks, clock = iter([*calls[:1] * 8, *calls[1:] * 8, None]), SimpleNamespace(monotonic=itertools.count().__next__)
+    with logged() as messages, patch.object(watch, "time", clock):
+        watch._watch(lambda: next(looks), Mock(), 8.0, "rank 0 of 2", "a group", "")
+    assert [re.search("waited for 4 s, half .* in the (.*)\\. A peer", message)[1] for message in messages] == [
+        "forward, call 5", "forward, call 6"
+    ]  # fmt: skip
 
 
 @pytest.mark.ranks(2)
