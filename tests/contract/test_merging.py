@@ -1,6 +1,7 @@
 """merge_statistics gives all ranks the running statistics of all ranks' data."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -94,6 +95,10 @@ def test_merging_buffers_that_ddp_broadcasts_warns():
     with pytest.warns(UserWarning, match="create it with broadcast_buffers=False") as caught:
         merge_statistics(model)
     assert caught[0].filename == __file__
+    model.broadcast_buffers = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        merge_statistics(model)
 
 
 def test_invalid_merges_raise_and_merges_outside_of_a_job_change_nothing():

@@ -184,7 +184,7 @@ def test_fusing_works_with_recomputed_outputs_and_replicas(single_threaded):
 
 
 def test_revert_undoes_only_fusing():
-    model = fuse_activations(pair())
+    model = fuse_activations(pair().eval())
     with pytest.raises(ValueError, match=r"fused_activation=.*silu"):
         revert_sync_batchnorm(model[0])
     model[0].fused_activation = "relu"
@@ -192,7 +192,8 @@ def test_revert_undoes_only_fusing():
         revert_sync_batchnorm(model)
     assert is_fused(model)
     model[0].fused_activation = "silu"
-    assert [type(part) for part in revert_sync_batchnorm(model)] == [nn.BatchNorm2d, nn.SiLU]
+    reverted = [(type(part), part.training) for part in revert_sync_batchnorm(model)]
+    assert reverted == [(nn.BatchNorm2d, False), (nn.SiLU, False)]
 
 
 def test_repr_and_report_show_fused_activations():

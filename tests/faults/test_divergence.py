@@ -345,6 +345,7 @@ def test_a_changed_count_raises_and_the_group_stops():
     for told in (r"rank 1 sent a count outside .* in the forward of .*, call 1; end the job, and check", FAILED_BEFORE):
         with pytest.raises(RuntimeError, match=told):
             layer(torch.randn(4, 8))
+    bagua_syncbn.check_ranks()  # does not raise the error again
     torch.testing.assert_close(layer.state_dict(), before, rtol=0, atol=0)
 
 
