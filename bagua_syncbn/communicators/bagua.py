@@ -68,7 +68,7 @@ class BaguaCommunicator:
     def _ordered(self) -> Iterator[None]:
         """Makes the communicator's stream wait for the caller's on entry, and the reverse on exit.
 
-        Messages need no ``record_stream``: the allocator reuses their memory only for later work of the caller.
+        Messages need no ``record_stream``: the allocator reuses their memory in the caller's stream, which waits.
         """
         caller, stream = torch.cuda.current_stream(self.device), self.group.stream
         stream.wait_stream(caller)
@@ -126,8 +126,8 @@ def rule_and_getter(process_group: Any) -> tuple[Rule, Callable[[], Any]] | None
 
 def communicator_of(rule: Rule, given: Any, creates: bool) -> Communicator | None:
     """Returns the layers' communicator, or None if it does not exist and ``creates`` is False."""
-    # The job makes members wait for each other before the constructor, which waits for them with the GIL held. Bagua's
-    # scheduler needs the GIL, and a peer may wait for this rank's scheduler before it calls the constructor.
+    # Bagua's constructor of a group waits for all members while it holds the GIL. This could deadlock, because a late
+    # member may be waiting for this rank's Bagua scheduler, which needs the GIL. So the job makes members meet first.
     return running_job().communicator("layers", rule, None, creates, make_communicator)
 
 

@@ -38,7 +38,7 @@ class HostsCommunicator(SharedCommunicator):
         self._order = torch.tensor([rows[rank] for rank in range(self.size)])
         self._carriers = None if carriers is None else TorchCommunicator(carriers)
         self._free = Lock()
-        # The last step of a gather sends all rows.
+        # The last step of a gather shares all ranks' rows, which must fit together.
         self._most_values = {dtype: most // self.size for dtype, most in MOST_VALUES.items()}, MOST_VALUES
 
     def _exchange_over_hosts(self, kind: int, packed: Tensor, target: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ def _connect(group: Any, meeting: Meeting) -> tuple[str, SharedCommunicator | No
         return reason, None
     here = next(here for here in hosts if rank in here)
     spins = len({core for other in here for core in brought[other][1]}) >= len(here)  # each rank has a core
-    # Between hosts, longer than the carriers' timeout, so that carriers can pass on its error.
+    # With several hosts, ranks wait a second longer than carriers, so that a carrier can report its timeout to them.
     reason, segment = share(meeting, here, rank, timeout_of(group).total_seconds() + (len(hosts) > 1), spins)
     if reason or len(hosts) == 1:
         return reason, None if segment is None else SharedCommunicator(group, segment)

@@ -84,7 +84,7 @@ class SharedCommunicator(TorchCommunicator):
     begin_all_reduce = _through_memory("begin_all_reduce", SUM, waits=False)
 
     def _raise_reason(self, error: RuntimeError) -> NoReturn:
-        """Raises ``error`` of the native library; if a rank has left, its reason; or that the group was destroyed."""
+        """Raises the native library's ``error``, or a clearer one if a rank left or the group was destroyed."""
         if self._segment is None or "has left" in str(error):
             raise_if_left(self.group)
         raise error
@@ -108,7 +108,7 @@ class SharedCommunicator(TorchCommunicator):
 
 
 class Published(AsyncCollective):
-    """A message that this rank has published; it has not waited for peers."""
+    """A message that this rank has published without waiting for peers."""
 
     def __init__(self, communicator: SharedCommunicator, target: Tensor) -> None:
         self._communicator, self._target = communicator, target

@@ -42,7 +42,7 @@ class Probe:
         return self._headers_in(collective(self._packed))
 
     def begin(self, communicator: TorchCommunicator, text: str | None) -> None:
-        """Starts to send the probe, and ``text`` unless it is None. Does not wait for peers."""
+        """Starts to send the probe, and ``text`` if it is given, without waiting for peers."""
         begin = communicator.begin_all_reduce if self._is_sum else communicator.begin_all_gather
         self._answer = begin(self._packed)
         self._texts = None if text is None else communicator.begin_all_gather(encode(text))

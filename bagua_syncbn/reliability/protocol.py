@@ -99,7 +99,7 @@ class RankExchange(Exchange):
             resume(history)
         if record is not None and record.kind.value:
             record.raise_if_found()
-        # There is no call or jump between the read and the write, so that threads cannot switch.
+        # Threads cannot switch between this read and write, because Python runs no call or jump in between.
         unfinished, history.sending = history.sending, signature
         try:
             if unfinished is not None:

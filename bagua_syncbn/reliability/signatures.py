@@ -43,7 +43,7 @@ def exact_bits(ranks: int) -> int:
 class CallSignature:
     """The properties of a call that must be equal on all ranks."""
 
-    caller: int  # hashes of the layer, and of direction and options
+    caller: int  # two hashes in one number: the layer; direction and options
     kind: int  # hash of the model's class, or of the class of a layer outside of a model
     text: str  # for errors
     message: tuple[bool, int, torch.dtype]  # whether it is summed (else gathered), size, dtype
@@ -57,8 +57,8 @@ class CallSignature:
 
 
 def shared_options(call: Call, options: Options) -> tuple[Any, ...]:
-    """Returns the number of channels, whether the input is float64, a nondefault way to update running statistics, and
-    the options that must be equal on all ranks: all except activations.
+    """Returns values that must be equal on all ranks: the number of channels, whether the input is float64, how running
+    statistics are updated ("" by default), and all options except the activation.
 
     A plain tuple, because torch.compile passes only plain values to untraced functions.
     """
@@ -76,7 +76,7 @@ def shared_options(call: Call, options: Options) -> tuple[Any, ...]:
 
 @functools.lru_cache(2**14)  # options may change in every step
 def signature_of(name: str, kind: str, shared: tuple[Any, ...], summable: bool) -> CallSignature:
-    """Returns the signature of a forward of the layer ``name``, where ranks send summable statistics, or else rows."""
+    """Returns the signature of a forward of layer ``name``. If ``summable``, ranks send summable statistics."""
     channels, is_double, updates, *options = shared
     details = f"{channels} channels, {'float64' if is_double else 'float32'}"
     defaults = Options(eps=math.nan, momentum=math.nan)[:-1]  # NaN equals nothing, so these two are always listed
@@ -101,7 +101,7 @@ def signature_of(name: str, kind: str, shared: tuple[Any, ...], summable: bool) 
 
 
 def sends_summable(input: Tensor, communicator: Communicator) -> bool:
-    """Returns whether ranks send summable statistics instead of rows; the same on all ranks, compiled or not."""
+    """Returns whether ranks send summable statistics instead of rows. All ranks agree, compiled or not."""
     # Sums need a wider dtype than the statistics; "mps" has no float64.
     is_narrow = input.dtype != torch.float64 and input.device.type != "mps"
     return is_narrow and is_large(communicator.size) and getattr(communicator, "adds_float64", True)

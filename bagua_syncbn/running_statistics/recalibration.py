@@ -45,7 +45,7 @@ def recalibrate_statistics(
     names it.
 
     Parameters, modes, ``num_batches_tracked``, hooks, process groups and random states do not change; after an
-    exception, statistics do not either. Tensors that are plain attributes keep what the forward writes. Memory does not
+    exception, statistics do not either. Tensors in plain attributes keep what forward writes to them. Memory does not
     grow with the number of batches.
 
     Args:

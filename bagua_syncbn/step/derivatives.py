@@ -185,8 +185,8 @@ class _AllReduce(torch.autograd.Function):
 def once_differentiable(output: Tensor) -> Tensor:
     """Returns ``output``, for compiled code. Backward with ``create_graph=True`` raises.
 
-    Compiled code computes gradients without a graph. ``backend="eager"`` would leave out second derivatives without an
-    error; other backends raise their own.
+    Compiled code computes gradients without a graph. ``backend="eager"`` would silently omit second derivatives; other
+    backends raise an error anyway.
     """
     _allow_in_graph()
     return _once_differentiable(output)

@@ -94,13 +94,14 @@ def measure_batch_noise(
     .. math:: \text{noise}^2 = \frac{1}{N} \left(
         \frac{\operatorname{Var}(m)}{\sigma^2} + \frac{\operatorname{Var}(v)}{4 \sigma^4} \right)
 
-    to first order, with the per-sample means :math:`m` of :math:`x` and :math:`v` of :math:`(x - \mu)^2`; above 0.5 it
-    is only known to be large. A sample is worth :math:`\sigma^2 / \operatorname{Var}(m) = S / (1 + (S - 1) \rho)`
-    independent values if its :math:`S` positions have correlation :math:`\rho` (Kish, *Survey Sampling*, 1965).
-    Samples must be independent and shuffled, unlike video frames. Repeated calls of a layer count as more samples.
+    where :math:`m` and :math:`v` are the means of :math:`x` and :math:`(x - \mu)^2` in a sample. This is a first-order
+    approximation: a result above 0.5 only means that the noise is large. A sample is worth
+    :math:`\sigma^2 / \operatorname{Var}(m) = S / (1 + (S - 1) \rho)` independent values if its :math:`S` positions have
+    correlation :math:`\rho` (Kish, *Survey Sampling*, 1965). Samples must be independent and shuffled, unlike video
+    frames. Repeated calls of a layer count as more samples.
 
     The model runs in evaluation mode, without communication. Parameters, buffers, modes and random states do not
-    change; tensors that are plain attributes keep what the forward writes, even if they share memory with a buffer.
+    change. Tensors in plain attributes keep what forward writes to them, even if they share memory with a buffer.
     Ranks may have different numbers of batches. Train a new model for some steps first: noise depends on parameters and
     running statistics.
 
