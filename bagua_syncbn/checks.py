@@ -57,7 +57,7 @@ def check_is_dense(name: str, tensor: Tensor) -> None:
 
 
 def check_dimensions(input: Tensor) -> None:
-    """Raises ValueError unless ``input`` has samples and channels."""
+    """Raises ValueError unless ``input`` has at least the dimensions (N, C)."""
     if input.dim() < 2:
         raise ValueError(f"input: expected at least 2 dimensions, (N, C, *), got {input.dim()}")
 

@@ -79,6 +79,6 @@ def exchange_of(call: Call, options: Options, communicator: Communicator) -> Cal
                 return found
     is_traced = torch.compiler.is_compiling()
     if is_traced:
-        as_number(call.input.size(1))  # specializes the graph: backward must not get a symbol
+        as_number(call.input.size(1))  # makes the size a constant: backward cannot take a symbolic size
     exchange = Exchange(communicator, is_traced)
     return lambda: exchange

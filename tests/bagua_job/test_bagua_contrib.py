@@ -1,4 +1,4 @@
-"""Research code's imports for Bagua."""
+"""Research code with Bagua's imports uses this package's layers and algorithms."""
 
 import bagua.torch_api.contrib.sync_batchnorm as theirs
 import pytest

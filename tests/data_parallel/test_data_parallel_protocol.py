@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("single_threaded")
 
 
 class Told(nn.Module):
-    """A user's module with the callback."""
+    """A user's module with a replication callback, which records its calls."""
 
     def __init__(self, calls):
         super().__init__()

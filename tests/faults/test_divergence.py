@@ -267,7 +267,7 @@ def test_mismatched_compiled_models_return_nan():
 
 
 def run_refused(kind, on_all):
-    """Runs three steps, ignoring errors. In the second step the call of b is invalid on the last rank, or on all."""
+    """Runs three steps, ignoring errors. In the second step, layer b's call is invalid on the last rank or on all."""
     messages = []
     with own_model() as model:
         for number in range(3):

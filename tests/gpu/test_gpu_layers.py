@@ -273,11 +273,11 @@ def train_in_a_graph(group=None, momentum=0.1, fuses=False):
 
 
 @pytest.mark.parametrize(("momentum", "fuses"), [(0.1, False), (None, False), (None, True)])
-def test_training_in_a_graph_ends_where_eager_training_ends(nccl, momentum, fuses):
+def test_training_in_a_cuda_graph_equals_eager_training(nccl, momentum, fuses):
     check_trained([train_in_a_graph(nccl, momentum, fuses)], momentum=momentum, steps=WARM_UP + 3)
 
 
-def test_ddp_within_a_graph_ends_where_one_process_ends(two_gpus):
+def test_ddp_in_a_cuda_graph_equals_one_process(two_gpus):
     check_trained(two_gpus.run(train_in_a_graph, 2), steps=WARM_UP + 3)
 
 
