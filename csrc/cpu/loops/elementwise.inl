@@ -5,24 +5,19 @@
 template <typename A, typename Body>
 BAGUA_SYNCBN_IN_LOOPS void for_each_column(int64_t n, const Body& body) {
   int64_t j = 0;
-#pragma GCC unroll 4
+#pragma GCC unroll 2
   for (; j + kWidth<A> <= n; j += kWidth<A>) body(j, Whole());
   if (j < n) body(j, Part{n - j});
 }
 
-// Calls body(row, channel, stream) for each row. decltype(stream)::value: whether to use streaming stores.
+// Calls body(row, channel) for each row. `stream`: whether body uses streaming stores.
 template <typename Body>
 BAGUA_SYNCBN_IN_LOOPS void for_each_row(Rows rows, bool stream, const Body& body) {
-  const auto all = [&](auto stream) __attribute__((always_inline)) {
-    for (int64_t row = 0; row < rows.count; ++row) {
-      body(row, rows.channel, stream);
-      if (++rows.channel == rows.channels) rows.channel = 0;
-    }
-  };
-  if (!kCanStream || !stream) return all(std::false_type());
-  // Not std::true_type, which would compile a second copy of the loop for instruction sets that cannot stream.
-  all(std::bool_constant<kCanStream>());
-  end_streaming();
+  for (int64_t row = 0; row < rows.count; ++row) {
+    body(row, rows.channel);
+    if (++rows.channel == rows.channels) rows.channel = 0;
+  }
+  if (stream) end_streaming();
 }
 
 // A per-channel factor: one for a whole row, or one per column.
@@ -53,12 +48,12 @@ struct Normalize {
 };
 
 // `residual` may be null.
-template <typename Activation, bool kColumns, typename T, typename A>
-BAGUA_SYNCBN_IN_LOOPS void normalize_rows(const T* x, const T* residual, T* y, Rows rows,
-                                          const NormalizeFactors<A>& factors) {
+template <typename Activation, bool kColumns, typename T, typename A = Accumulate<T>>
+void normalize(const T* x, const T* residual, T* y, Rows rows, const NormalizeFactors<A>& factors) {
   const Vec<A> p = of<Vec<A>>(factors.parameter);
   const int64_t n = rows.n;
-  for_each_row(rows, factors.stream, [&](int64_t row, int64_t channel, auto stream) __attribute__((always_inline)) {
+  const bool stream = factors.stream;
+  for_each_row(rows, stream, [&](int64_t row, int64_t channel) __attribute__((always_inline)) {
     const Normalize<kColumns, A> normalized(factors, channel);
     const int64_t start = row * n;
     for_each_column<A>(n, [&](int64_t j, const auto& access) {
@@ -68,16 +63,9 @@ BAGUA_SYNCBN_IN_LOOPS void normalize_rows(const T* x, const T* residual, T* y, R
         access.fetch(residual + start + j + kAhead);
         z += access.load(residual + start + j);
       }
-      access.template store<stream>(y + start + j, Activation::value(z, p));
+      access.store(y + start + j, Activation::value(z, p), stream);
     });
   });
-}
-
-template <typename Activation, bool kColumns, typename T, typename A = Accumulate<T>>
-void normalize(const T* x, const T* residual, T* y, Rows rows, const NormalizeFactors<A>& factors) {
-  // Two copies of the loop, so that it does not branch on the residual.
-  if (residual == nullptr) return normalize_rows<Activation, kColumns, T>(x, nullptr, y, rows, factors);
-  normalize_rows<Activation, kColumns>(x, residual, y, rows, factors);
 }
 
 template <typename Activation, bool kColumns, bool kMasked, typename T, typename A>
@@ -86,14 +74,15 @@ BAGUA_SYNCBN_IN_LOOPS void gradient_rows(const T* dy, const T* x, T* dx, const u
   constexpr bool kMaskedLanes = kMasked && !kColumns, kMaskedRows = kMasked && kColumns;
   const Vec<A> p = of<Vec<A>>(factors.parameter);
   const int64_t n = rows.n;
-  for_each_row(rows, factors.stream, [&](int64_t row, int64_t channel, auto stream) __attribute__((always_inline)) {
+  const bool stream = factors.stream;
+  for_each_row(rows, stream, [&](int64_t row, int64_t channel) __attribute__((always_inline)) {
     const Normalize<kColumns, A> normalized(factors, channel);
     const Factor<kColumns, A> mean_dy(factors.mean_dy, channel), projection(factors.projection, channel);
     const int64_t start = row * n;
     if (kMaskedRows && !valid[row]) {
       for_each_column<A>(n, [&](int64_t j, const auto& access) {
         const Vec<A> dx_of_row = access.load(dy + start + j) * normalized.scale.at(j, access);
-        access.template store<stream>(dx + start + j, dx_of_row);
+        access.store(dx + start + j, dx_of_row, stream);
       });
       return;
     }
@@ -105,7 +94,7 @@ BAGUA_SYNCBN_IN_LOOPS void gradient_rows(const T* dy, const T* x, T* dx, const u
       const Vec<A> projected =
           access.template counted<kMaskedLanes, A>(valid + j, deviation * projection.at(j, access));
       const Vec<A> centered = g - access.template counted<kMaskedLanes, A>(valid + j, mean_dy.at(j, access));
-      access.template store<stream>(dx + start + j, (centered - projected) * normalized.scale.at(j, access));
+      access.store(dx + start + j, (centered - projected) * normalized.scale.at(j, access), stream);
     });
   });
 }

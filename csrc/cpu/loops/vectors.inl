@@ -30,14 +30,14 @@ inline V load_bytes(const T* p) {
 }
 
 // A streaming store bypasses the caches. Its address must be aligned to the vector size.
-template <bool kStream, typename V, typename T>
-inline void store_bytes(T* p, V v) {
+template <typename V, typename T>
+inline void store_bytes(T* p, V v, [[maybe_unused]] bool stream = false) {
 #if BAGUA_SYNCBN_VECTOR_BYTES == 64
-  if (kStream && sizeof(V) == 64) return _mm512_stream_si512((__m512i*)p, load_bytes<__m512i>(&v));
+  if (stream && sizeof(V) == 64) return _mm512_stream_si512((__m512i*)p, load_bytes<__m512i>(&v));
 #endif
 #if defined(BAGUA_SYNCBN_MM)
-  if (kStream && sizeof(V) == 32) return _mm256_stream_si256((__m256i*)p, load_bytes<__m256i>(&v));
-  if (kStream && sizeof(V) == 16) return _mm_stream_si128((__m128i*)p, load_bytes<__m128i>(&v));
+  if (stream && sizeof(V) == 32) return _mm256_stream_si256((__m256i*)p, load_bytes<__m256i>(&v));
+  if (stream && sizeof(V) == 16) return _mm_stream_si128((__m128i*)p, load_bytes<__m128i>(&v));
 #endif
   __builtin_memcpy(p, &v, sizeof(v));
 }
@@ -156,7 +156,7 @@ inline void narrow_part(T* p, Vec<A> v, int64_t n) {
   if constexpr (sizeof(T) == 8) return _mm512_mask_storeu_pd(p, (1 << n) - 1, (__m512d)v);
 #endif
   T buffer[kWidth<A>];
-  store_bytes<false>(buffer, stored(v, T()));
+  store_bytes(buffer, stored(v, T()));
   for (int64_t i = 0; i < n; ++i) p[i] = buffer[i];
 }
 
@@ -173,9 +173,9 @@ struct Access {
     if constexpr (kWhole) return widen(p);
     if constexpr (!kWhole) return widen_part(p, count);
   }
-  template <bool kStream = false, typename T, typename V>
-  inline void store(T* p, V v) const {
-    if constexpr (kWhole) store_bytes<kStream>(p, stored(v, T()));
+  template <typename T, typename V>
+  inline void store(T* p, V v, bool stream = false) const {
+    if constexpr (kWhole) store_bytes(p, stored(v, T()), stream);
     if constexpr (!kWhole) narrow_part(p, v, count);
   }
   template <typename T>
