@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from bagua_syncbn import masked
 from bagua_syncbn.data_parallel import SynchronizedBatchNorm1d, execute_replication_callbacks, replicas
 from tests.helpers.replicated import Steps, parallel, promptly
 
@@ -51,9 +52,14 @@ def test_a_replica_that_raises_frees_the_others(failing, after):
     assert model(torch.randn(6, 2)).shape == (6, 2)  # no state remains
 
 
-def test_masks_raise():
+@pytest.mark.parametrize("is_argument", [True, False])
+def test_masks_raise(is_argument):
     def script(module, copy_id, input):
-        return module.late(input, mask=torch.ones(1, 1, dtype=torch.bool))
+        mask = torch.ones(1, 1, dtype=torch.bool)
+        if is_argument:
+            return module.late(input, mask=mask)
+        with masked(module, mask):
+            return module.late(input)
 
     with pytest.raises(RuntimeError, match="SyncBatchNorm1d 'late': masks are not supported in replicas"):
         promptly(parallel(Steps(script), "cpu", 2), torch.randn(6, 2))
