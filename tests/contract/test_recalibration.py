@@ -157,7 +157,7 @@ def test_an_invalid_recalibration_changes_nothing():
         (ValueError, "more than 1 value per channel", [batch, batch[:1, :, :1, :1]], {}),
         (RuntimeError, "not finite in 0 .*; check batches and parameters for", [batch, batch * torch.inf], {}),
         (TypeError, "batches: expected an iterable of batches, got Tensor", batch, {}),
-        (TypeError, "got a batch of type dict; pass forward", [{"image": batch}], {}),
+        (TypeError, "got a batch of type dict; for other batches, pass forward", [{"image": batch}], {}),
         (ValueError, "batches: expected a non-empty batch on some rank", iter(()), {}),
     ):
         with pytest.raises(error, match=match):
