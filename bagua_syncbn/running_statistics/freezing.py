@@ -52,11 +52,11 @@ def freeze_statistics(module: _Module, filter: Filter | None = None) -> _Module:
     for layer, names in layers.items():
         where = name_of(layer, names[0])
         if not isinstance(layer, SyncBatchNorm):
-            raise TypeError(f"module: {where} is not synchronized; convert the model, or exclude the layer by filter")
+            raise TypeError(f"module: {where} is not synchronized; convert the model, or exclude the layer with filter")
         if isinstance(layer, LazyModuleMixin):
             raise TypeError(f"module: {where} is lazy and uninitialized; call the model once first")
         if layer.running_mean is None or layer.running_var is None:
-            raise ValueError(f"module: {where} has no running statistics; exclude the layer by filter")
+            raise ValueError(f"module: {where} has no running statistics; exclude the layer with filter")
     if not layers:
         warnings.warn(f"freeze_statistics: found no layer to freeze in {type(module).__name__}", stacklevel=2)
     for layer in layers:
