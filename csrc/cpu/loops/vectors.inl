@@ -43,13 +43,11 @@ inline void store_bytes(T* p, V v, [[maybe_unused]] bool stream = false) {
 }
 
 #if defined(BAGUA_SYNCBN_MM)
-constexpr bool kCanStream = true;
 // Orders streaming stores before later stores, so that other threads can read the results.
 inline void end_streaming() {
   _mm_sfence();
 }
 #else
-constexpr bool kCanStream = false;
 inline void end_streaming() {}
 #endif
 
