@@ -341,8 +341,11 @@ class Forbid(TorchDispatchMode):
 
 
 def test_the_comparison_ignores_the_callers_modes_and_random_state(kernels):
+    ones = torch.ones(2, 3)
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"), Forbid():
         assert comparison.find_difference(reference, CPU, torch.float32) is None
+        assert selection.check_kernels(ones)
+    assert kernels == []
     generator = torch.get_rng_state()
     SyncBatchNorm1d(3)(torch.ones(2, 3))
     assert torch.equal(torch.get_rng_state(), generator)
