@@ -134,6 +134,7 @@ def test_with_bagua_on_torch_accepts_descriptions_of_groups(kind, weights, means
     nn.init.zeros_(model[0].bias)
     optimizer = torch.optim.SGD(model.parameters(), lr=float(rank))
     with_bagua(convert_sync_batchnorm(model), [optimizer], process_group=process_group)
+    assert optimizer.param_groups[0]["lr"] == rank  # an optimizer without a state keeps its options
     # Layers keep the group that a mesh describes.
     assert model[1].process_group == (process_group.get_group() if kind == "mesh" else process_group)
     assert model[0].weight.item() == weights[rank]
