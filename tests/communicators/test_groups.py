@@ -20,6 +20,7 @@ from bagua_syncbn.communicators import LOCAL, Communicator, RankGroup, TorchComm
 from bagua_syncbn.communicators.torch_engine import running_job
 from bagua_syncbn.groups import spec_of
 from bagua_syncbn.reliability.history import history_in
+from benchmarks.one_rank import Twin
 from tests.helpers.cases import Case, compare, run_rank
 from tests.helpers.observed import GATHER, collectives
 from tests.helpers.own_groups import check_refused, communicator_of, forget_groups, join, mean_over
@@ -294,19 +295,11 @@ def test_short_sums_are_gathered(values, by, begins):
     torch.testing.assert_close(total, expected, **({"rtol": 0, "atol": 0} if by == GATHER else {}))
 
 
-class Equal:
-    """A communicator that defines equality, and so cannot be hashed."""
-
-    size, rank = 2, 0
+class Equal(Twin):
+    """Defines equality, and so cannot be hashed."""
 
     def __eq__(self, other):
         return type(other) is type(self)
-
-    def all_gather(self, packed):
-        return packed.expand(2, -1)
-
-    def all_reduce(self, packed):
-        return 2 * packed
 
 
 def test_each_communicator_counts_its_calls_and_keeps_nothing_alive():

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, masked, ops, sync_batch_norm
 from tests.helpers import steps
 from tests.helpers.cases import laid_out
-from tests.helpers.replicated import parallel
 
 
 def make_layer(channels, **options):
@@ -141,8 +140,6 @@ def test_invalid_masks_raise():
     ):
         with pytest.raises(error, match=match), masked(layer, **masks):
             layer(input)
-    with pytest.raises(RuntimeError, match="masks are not supported in replicas"), masked(layer, mask[:2]):
-        parallel(layer, "cpu", 2)(input)
 
 
 def test_a_model_mask_may_be_written_to_between_calls():

@@ -26,7 +26,7 @@ from bagua_syncbn import (
     revert_sync_batchnorm,
     with_bagua,
 )
-from bagua_syncbn.communicators import LOCAL, RankGroup
+from bagua_syncbn.communicators import LOCAL
 from tests.helpers.user_layers import BatchNormReLU, Doubled
 
 
@@ -75,17 +75,6 @@ def test_lazy_layers_convert_before_they_know_their_size():
     assert model[1].num_features == 4
     revert_sync_batchnorm(model)
     assert type(model[1]) is nn.BatchNorm2d
-
-
-def test_converting_again_changes_only_the_group():
-    model = convert_sync_batchnorm(net(), RankGroup((0,)))
-    layer, cls = model[1], type(model[1])
-    convert_sync_batchnorm(model)
-    assert layer.process_group == RankGroup((0,))
-    convert_sync_batchnorm(model, LOCAL)
-    assert layer.process_group is LOCAL
-    assert model[1] is layer
-    assert type(layer) is cls
 
 
 # Refusals

@@ -6,11 +6,11 @@ from weakref import ref
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from bagua_syncbn.communicators import LOCAL
 from bagua_syncbn.data_parallel import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, convert_model
+from benchmarks.one_rank import Twin
 from tests.helpers.replicated import PLACES, build, draw_step, parallel, run
 from tests.helpers.steps import assert_same_bits, draw
 
@@ -142,30 +142,12 @@ def test_compiled_modules_run_uncompiled_as_replicas():
     assert model[0][0].num_batches_tracked == 1
 
 
-class TwoRanks:
-    size, rank = 2, 0
-    all_gather = all_reduce = id
-
-
 def test_replicas_cannot_synchronize_over_ranks():
     layer = SynchronizedBatchNorm1d(3)
-    layer.process_group = TwoRanks()
+    layer.process_group = Twin()
     model = parallel(layer, "cpu", 2)
     with pytest.raises(RuntimeError, match="SyncBatchNorm1d: replicas cannot synchronize over several ranks"):
         model(torch.randn(4, 3))
     layer.process_group = LOCAL
     model(torch.randn(4, 3))
     assert layer.num_batches_tracked == 1
-
-
-class FixedStatistics(nn.BatchNorm1d):
-    """Normalizes with running statistics in all modes."""
-
-    def forward(self, input):
-        return F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
-
-
-def test_layers_that_evaluate_in_training_work_in_replicas():
-    plain = nn.Sequential(FixedStatistics(3), nn.BatchNorm1d(3)).double()
-    model, given = convert_model(copy.deepcopy(plain)), draw(2, 6, 3)
-    torch.testing.assert_close(run(parallel(model, "cpu", 2), *given), run(plain, *given))

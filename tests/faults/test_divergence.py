@@ -16,6 +16,7 @@ import bagua_syncbn
 from bagua_syncbn import ops
 from bagua_syncbn.reliability import faults
 from bagua_syncbn.reliability.history import CallHistory, history_in
+from benchmarks.one_rank import Twin
 from tests.faults.programs import REFUSED, STEP, Program, backward, forward, is_odd, own_group, own_model, set_in
 from tests.helpers.messages import message_of
 from tests.helpers.observed import collectives
@@ -325,18 +326,13 @@ def test_an_error_in_a_second_derivative_raises_on_all_ranks():
             assert ("in a step" in message) is fails
 
 
-class Damaging:
-    """A communicator of two ranks that changes the count of rank 1."""
-
-    size, rank = 2, 0
+class Damaging(Twin):
+    """Changes the count of rank 1."""
 
     def all_gather(self, packed):
-        rows = packed.repeat(2, 1)
+        rows = super().all_gather(packed)
         rows[1, 16:17] = -1  # after the mean and variance of 8 channels; a probe is shorter
         return rows
-
-    def all_reduce(self, packed):
-        return packed * 2
 
 
 def test_a_changed_count_raises_and_the_group_stops():

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, masked, sync_batch_norm
-from bagua_syncbn.groups import LOCAL, LocalCommunicator
+from bagua_syncbn.groups import LOCAL
+from benchmarks.one_rank import Twin
 from tests.helpers.steps import draw, step
 
 N, C, H, W, R = Shard(0), Shard(1), Shard(2), Shard(-1), Replicate()
@@ -135,10 +136,6 @@ def test_fully_shard_and_tensor_parallel_train_like_one_process(pool):
         torch.testing.assert_close(state, model.state_dict(), rtol=1e-9, atol=1e-9)
 
 
-class Unknown(LocalCommunicator):
-    size = 2
-
-
 @pytest.mark.ranks(4)
 def test_unsupported_sharded_input_raises():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
@@ -151,7 +148,7 @@ def test_unsupported_sharded_input_raises():
     calls = {
         "process_group: expected ranks [0, 1, 2, 3] of the input's mesh": lambda: of_rows(both),
         "are sharded, got ranks [0, 1, 2, 3]": lambda: layer(distribute_tensor(tensor, mesh, [N, R])),
-        "are sharded, got ranks []": lambda: SyncBatchNorm(3, process_group=Unknown())(both),
+        "are sharded, got ranks []": lambda: SyncBatchNorm(3, process_group=Twin())(both),
         "running_mean: expected a DTensor if channels of input are sharded": lambda: layer(channels),
         "residual: expected a DTensor of placements": lambda: layer(both, rows),
         "residual: expected a plain tensor, like input": lambda: layer(tensor, rows),
