@@ -16,7 +16,7 @@ from bagua_syncbn.communicators import TorchCommunicator
 from bagua_syncbn.torch_internals.process_groups import backend_and_store
 from tests.exchange.places import needs_shared_memory, over
 from tests.helpers.messages import message_of
-from tests.helpers.workers import fork_context
+from tests.helpers.workers import fork_context, join_job, start_ranks
 
 pytestmark = needs_shared_memory
 SECONDS = 300.0  # timeout of jobs with a rank that exits
@@ -135,10 +135,8 @@ def test_all_hosts_get_a_carriers_error():
     assert time.monotonic() - begin < 60
 
 
-def rank_that_ends(rank, store, ending, answers, are_collected):
-    torch.set_num_threads(1)
-    options = {"rank": rank, "world_size": 4, "timeout": timedelta(seconds=SECONDS)}
-    dist.init_process_group("gloo", init_method=f"file://{store}", **options)
+def rank_that_ends(store, rank, size, ending, are_collected, answers):
+    join_job(store, rank, size, SECONDS)
     layer, x = bagua_syncbn.SyncBatchNorm1d(4, process_group=over("aabb")), torch.randn(3, 4)
     layer(x)
     if rank == ending:
@@ -151,12 +149,8 @@ def rank_that_ends(rank, store, ending, answers, are_collected):
 
 @pytest.mark.parametrize("ending", [0, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (1, 2, 3))])
 def test_all_hosts_detect_a_rank_that_ends(tmp_path, ending):
-    context, store = fork_context(), str(tmp_path / "store")
-    answers, are_collected = context.Queue(), context.Event()
-    arguments = store, ending, answers, are_collected
-    ranks = [context.Process(target=rank_that_ends, args=(rank, *arguments)) for rank in range(4)]
-    for process in ranks:
-        process.start()
+    are_collected = fork_context().Event()
+    ranks, answers = start_ranks(tmp_path / "store", rank_that_ends, 4, ending, are_collected)
     collected = sorted(answers.get(timeout=SECONDS / 2) for _ in range(3))
     are_collected.set()
     for rank, process in enumerate(ranks):

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -20,28 +19,9 @@ import bagua_syncbn
 from bagua_syncbn.communicators import TorchCommunicator, shared
 from bagua_syncbn.groups import spec_of
 from tests.faults.programs import message_of, own_group
-from tests.helpers.workers import fork_context
+from tests.helpers.workers import join_job, start_ranks
 
 SECONDS = 300.0  # timeout of the group; peers must detect a death long before it
-
-
-def start(tmp_path, function, size, *args):
-    """Starts the ranks of a job. Returns their processes, and the queue that ``function`` gets as its last argument."""
-    context = fork_context()
-    answers = context.SimpleQueue()
-    ranks = [
-        context.Process(target=function, args=(rank, size, str(tmp_path / "store"), *args, answers))
-        for rank in range(size)
-    ]
-    for process in ranks:
-        process.start()
-    return ranks, answers
-
-
-def join_job(rank: int, size: int, store: str) -> None:
-    torch.set_num_threads(1)
-    timeout = timedelta(seconds=SECONDS)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
 
 
 def end_process(how, *_):
@@ -52,9 +32,9 @@ def end_process(how, *_):
     raise ValueError("on this rank only")
 
 
-def train_until_a_death(rank: int, size: int, store: str, how: str, answers: Any) -> None:
+def train_until_a_death(store: str, rank: int, size: int, how: str, answers: Any) -> None:
     """Trains a rank of a job; the last rank ends in the second step. Peers answer with their errors."""
-    join_job(rank, size, store)
+    join_job(store, rank, size, SECONDS)
     middle = nn.Identity()
     model = bagua_syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(4), middle, nn.BatchNorm1d(4)))
     x = torch.randn(3, 4, requires_grad=True)
@@ -74,7 +54,7 @@ def train_until_a_death(rank: int, size: int, store: str, how: str, answers: Any
     ("exception", "backward of SyncBatchNorm1d '0'", 3, 1),
 ])  # fmt: skip
 def test_peers_of_a_dead_rank_name_their_layer(tmp_path, how, layer, size, exit_code):
-    ranks, answers = start(tmp_path, train_until_a_death, size, how)
+    ranks, answers = start_ranks(tmp_path / "store", train_until_a_death, size, how)
     begin = time.monotonic()
     for process in ranks:
         process.join(2 * SECONDS)
@@ -89,9 +69,9 @@ def test_peers_of_a_dead_rank_name_their_layer(tmp_path, how, layer, size, exit_
         assert "process_group: this group failed before" in again
 
 
-def exchange_until_a_death(rank: int, size: int, store: str, how: str, answers: Any) -> None:
+def exchange_until_a_death(store: str, rank: int, size: int, how: str, answers: Any) -> None:
     """Calls the op of compiled code twice; rank 1 ends before its second call. Rank 0 answers with its errors."""
-    join_job(rank, size, store)
+    join_job(store, rank, size, SECONDS)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     exchange = partial(torch.ops.bagua_syncbn.exchange, torch.ones(3), spec_of(None).communicator().name, size, False)
     exchange()
@@ -110,7 +90,7 @@ def exchange_until_a_death(rank: int, size: int, store: str, how: str, answers: 
 @pytest.mark.skipif(bool(shared.problem()), reason=shared.problem() or "none")
 @pytest.mark.parametrize("how", ["killed", "asleep"])
 def test_a_wait_in_compiled_code_ends_promptly_with_the_reason(tmp_path, how):
-    ranks, answers = start(tmp_path, exchange_until_a_death, 2, how)
+    ranks, answers = start_ranks(tmp_path / "store", exchange_until_a_death, 2, how)
     begin = time.monotonic()
     ranks[0].join(2 * SECONDS)
     assert time.monotonic() - begin < SECONDS / 4
@@ -164,15 +144,15 @@ dist.destroy_process_group()
 """
 
 
-def stay_away(rank: int, size: int, store: str, _: Any) -> None:
+def stay_away(store: str, rank: int, size: int, _: Any) -> None:
     if rank == 1:
-        join_job(rank, size, store)
+        join_job(store, rank, size, SECONDS)
         end_process("asleep")
 
 
 @pytest.mark.parametrize("how", ["begun", "interrupted"])
 def test_a_rank_with_an_unfinished_collective_ends_its_job_without_waiting(tmp_path, how):
-    (_, peer), _ = start(tmp_path, stay_away, 2)
+    (_, peer), _ = start_ranks(tmp_path / "store", stay_away, 2)
     arguments = [sys.executable, "-c", UNFINISHED, str(tmp_path / "store"), how]
     try:
         ended = subprocess.run(arguments, capture_output=True, text=True, timeout=SECONDS / 4)

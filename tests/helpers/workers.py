@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,25 @@ def fork_context() -> Any:
     return context
 
 
-def join_job(store: str, rank: int, world_size: int) -> None:
+def join_job(store: str, rank: int, world_size: int, seconds: float = 1800.0) -> None:
+    """Starts a job over gloo, by default with torch's timeout of 30 minutes."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    options: Any = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=seconds)}
+    dist.init_process_group("gloo", init_method=f"file://{store}", **options)
+
+
+def start_ranks(store: Path, function: Callable[..., None], size: int, *args: Any) -> tuple[list[Any], Any]:
+    """Starts a process for each rank, which calls ``function(str(store), rank, size, *args, answers)``.
+
+    Returns the processes, and ``answers``, a queue.
+    """
+    context = fork_context()
+    answers = context.Queue()
+    ranks = [context.Process(target=function, args=(str(store), rank, size, *args, answers)) for rank in range(size)]
+    for process in ranks:
+        process.start()
+    return ranks, answers
 
 
 class WorkerPool:
