@@ -18,7 +18,7 @@ from bagua_syncbn import SyncBatchNorm, conversion_report, convert_sync_batchnor
 from bagua_syncbn.data_parallel import DataParallelWithCallback
 from tests.helpers.steps import check_ranks
 from tests.helpers.training import through_file
-from tests.helpers.user_layers import BatchNormAct, BatchNormReLU
+from tests.helpers.user_layers import BatchNormAct, BatchNormReLU, SyncBatchNormAct
 
 SIZES = (1, 3)  # the ranks' batch sizes
 BatchNorm = type(revert_sync_batchnorm(SyncBatchNorm(1)))  # for any number of dimensions
@@ -63,17 +63,6 @@ class TwoBuffers(nn.BatchNorm2d):
     def forward(self, input):
         factor = 0.1 if self.momentum is None else self.momentum
         return F.batch_norm(input, self.other_mean, self.other_var, None, None, self.training, factor, self.eps)
-
-
-class FromTorchSync(nn.SyncBatchNorm):
-    """Like timm's SyncBatchNormAct."""
-
-    def __init__(self, num_features):
-        super().__init__(num_features)
-        self.act = nn.Tanh()
-
-    def forward(self, input):
-        return self.act(super().forward(input))
 
 
 class CallsSuperOfType(nn.BatchNorm2d):
@@ -153,7 +142,7 @@ OF_PACKAGES = [
 PLANAR, IMAGES, UNTRACKED = (3, 4, 4), (1, 64, 64), {"track_running_stats": False}
 OF_TORCH = [BatchNorm, nn.SyncBatchNorm]
 OWN_FORWARDS = [BatchNormReLU, BatchNormAct, CallsTorchByName, CallsAten, WithPart, NormalizesInPart, TwoBuffers]
-OWN_FORWARDS += [FromTorchSync, CallsSuperOfType, Frozen]
+OWN_FORWARDS += [SyncBatchNormAct, CallsSuperOfType, Frozen]
 # Model constructors, and the shape of a sample.
 MODELS = {
     "BatchNorm1d": (partial(layers, nn.BatchNorm1d), (3,)),

@@ -8,16 +8,7 @@ from torch import nn
 from torch.nn import SyncBatchNorm as ImportedBefore
 
 from bagua_syncbn import SyncBatchNorm, patch_torch_converter, revert_sync_batchnorm
-from tests.helpers.user_layers import BatchNormReLU
-
-
-class SyncBatchNormAct(nn.SyncBatchNorm):
-    def __init__(self, num_features):
-        super().__init__(num_features)
-        self.act = nn.ReLU()
-
-    def forward(self, input):
-        return self.act(super().forward(input))
+from tests.helpers.user_layers import BatchNormReLU, SyncBatchNormAct
 
 
 def torch_functions():

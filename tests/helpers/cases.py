@@ -118,15 +118,10 @@ class BySuper(nn.BatchNorm2d):
         return super().forward(input)
 
 
-class ByFunction(BatchNormAct):
-    """A forward that calls F.batch_norm, as in timm, without an activation."""
-
-    def __init__(self, channels: int, **options: Any) -> None:
-        super().__init__(channels, **options)
-        self.act = nn.Identity()
-
-
-CLASSES = {"super": BySuper, "own F.batch_norm": ByFunction}
+CLASSES: dict[str, Callable[..., Any]] = {
+    "super": BySuper,
+    "own F.batch_norm": partial(BatchNormAct, act_layer=nn.Identity),
+}
 
 
 def make_layer(way: str, channels: int, **options: Any) -> Any:

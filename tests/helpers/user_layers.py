@@ -25,9 +25,9 @@ class Centered(nn.BatchNorm2d):
 class _WithAct:
     """Batch normalization and activation as in timm: a copy of torch's forward."""
 
-    def __init__(self, num_features, **options):
+    def __init__(self, num_features, act_layer=nn.LeakyReLU, **options):
         super().__init__(num_features, **options)
-        self.act = nn.LeakyReLU(0.1)
+        self.act = act_layer()
 
     def forward(self, input):
         factor = 0.0 if self.momentum is None else self.momentum
@@ -56,6 +56,17 @@ class BatchNormAct(_WithAct, nn.BatchNorm2d):
 
 class BatchNormAct1d(_WithAct, nn.BatchNorm1d):
     pass
+
+
+class SyncBatchNormAct(nn.SyncBatchNorm):
+    """A subclass of torch's synchronized layer, as in timm."""
+
+    def __init__(self, num_features):
+        super().__init__(num_features)
+        self.act = nn.ReLU()
+
+    def forward(self, input):
+        return self.act(super().forward(input))
 
 
 class Doubled(nn.Module):
