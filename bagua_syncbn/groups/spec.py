@@ -106,7 +106,7 @@ class Engine(Protocol):
         """
 
     def communicator_of(self, rule: Rule, given: Any, creates: bool) -> Communicator | None:
-        """Returns the layers' communicator, which all ranks create; each ``given`` group has its own.
+        """Returns the layers' communicator, which all ranks create. torch has one for each ``given`` group.
 
         Unless ``creates``, returns None if it does not exist yet.
         """
@@ -125,7 +125,7 @@ FORKED = (
 
 
 class GroupSpec:
-    """Specification of the ranks that a layer synchronizes with. Copies and pickles hold its description.
+    """Specification of the ranks that a layer synchronizes with. Pickles hold its description.
 
     Args:
         rule: selects ranks of a job.
@@ -227,11 +227,11 @@ class GroupSpec:
         return description_of(self.rule) if self.given_communicator is None else self.given_communicator
 
     def __deepcopy__(self, memo: Any) -> "GroupSpec":
-        is_given = self.get_given is not None and self.rule is not None
-        return self if is_given else spec_of(copy.deepcopy(self.description, memo))
+        return spec_of(copy.deepcopy(self.description, memo)) if self.rule is None else self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return spec_of, (self.description,)
+        # Not spec_of for rules: it raises in jobs without these ranks, where users must be able to load the layer.
+        return (spec_of, (self.description,)) if self.rule is None else (GroupSpec, (self.rule,))
 
     def __repr__(self) -> str:
         if self.get_given is None or self.description is not None:

@@ -230,6 +230,18 @@ def test_groups_that_do_not_fit_the_job_raise(process_group, message):
     check_refused(process_group, ValueError, "process_group: .*" + message.format(rank))
 
 
+def check_loaded(saved):
+    layer = copy.deepcopy(pickle.loads(saved))
+    with pytest.raises(ValueError, match=r"expected ranks of this job .*; set layer\.process_group"):
+        layer(torch.ones(2, 1))
+    layer.process_group = None
+    layer(torch.ones(2, 1))
+
+
+def test_a_layer_of_other_ranks_loads_and_takes_a_new_group(pool):
+    pool.run(check_loaded, 2, pickle.dumps(SyncBatchNorm(1, process_group=RankGroup((2, 3)))))
+
+
 # Without a job, and across jobs
 
 
