@@ -73,9 +73,9 @@ def sync_batch_norm(
     With ``training=True``, mean and biased variance are computed per channel over the combined batch of all ranks.
     Output, gradients and running statistics equal a single process on the concatenated batch (`Ioffe and Szegedy, 2015
     <https://arxiv.org/abs/1502.03167>`__; merge of the moments: Chan, Golub and LeVeque, 1983). The gradients of
-    ``weight`` and ``bias`` are this rank's share of the sum over ranks. Forward does one all-gather and, if ``input``
-    requires a gradient, backward one all-reduce; all ranks of the group must make the call. Batch sizes may differ
-    between ranks, and may be 0.
+    ``weight`` and ``bias`` are this rank's share of the sum over ranks. Forward does one all-gather (from 32 ranks on,
+    one all-reduce) and, if ``input`` requires a gradient, backward one all-reduce; all ranks of the group must make the
+    call. Batch sizes may differ between ranks, and may be 0.
 
     With ``training=False``, the result equals :func:`torch.nn.functional.batch_norm` with the running statistics. No
     rank communicates.

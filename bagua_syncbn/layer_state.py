@@ -49,7 +49,7 @@ class LayerState:
         return next((attachment for attachment in self.attachments if isinstance(attachment, kind)), None)
 
     def attach(self, kind: type[Any], new: Any) -> None:
-        """Replaces the attachment of class ``kind`` with ``new``, now outermost; None only removes it."""
+        """Removes the attachment of class ``kind``, and adds ``new`` as the outermost one unless it is None."""
         others = tuple(attachment for attachment in self.attachments if not isinstance(attachment, kind))
         self.attachments = others if new is None else (*others, new)
 

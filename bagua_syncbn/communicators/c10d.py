@@ -64,8 +64,8 @@ class TorchCommunicator:
     A layer with this communicator as its ``process_group`` uses this group even if other code sends messages through
     it.
 
-    The communicator does not keep the group alive. Otherwise a stored output could, because its graph references the
-    communicator; and if a group outlives ``destroy_process_group``, its threads abort the process at exit. Compiled
+    The communicator does not keep the group alive. Otherwise a stored output would, because its graph references the
+    communicator, and the threads of a group that outlives ``destroy_process_group`` abort the process at exit. Compiled
     code stores only the group's name.
     """
 

@@ -73,8 +73,8 @@ class Job:
         Each ``given`` group has a separate communicator with the group's backend and timeout, which is destroyed with
         the group. The default is the job's group. Layers get LOCAL for a single rank.
 
-        torch's ``new_group`` numbers groups either per job, which involves all ranks, or per rank, where members that
-        have created different numbers of groups would wait forever. Instead, members agree on the group's name.
+        torch's ``new_group`` numbers groups per job, which involves all ranks, or per rank, where members that have
+        created different numbers of groups wait forever. Instead, members agree on the group's name.
 
         Args:
             creates: if False, returns None if the communicator does not exist yet.

@@ -15,8 +15,8 @@ from ..groups import text_of_ranks
 _log = logging.getLogger("bagua_syncbn")
 
 _CAUSES = (
-    "Likely causes: a rank has ended, raised an error or runs other code, or its model has no such layers (call "
-    "sync_group on all ranks first)"
+    "Likely causes: a rank ended, raised an error, runs different code, or has no such layers (call sync_group on all "
+    "ranks first)"
 )
 
 

@@ -107,7 +107,7 @@ class DataParallelWithCallback(nn.DataParallel):  # pyrefly: ignore[implicit-any
             return [future.result() for future in futures]
         except Exception as error:
             group: Replicas | None = vars(replicas[0]).get("_bagua_syncbn_replicas")
-            # Waiting replicas raise this because a peer failed.
+            # `error` may come from a replica that waited for the failed one.
             failure = error if group is None or group.error is None else group.error
         # Raised outside the handler, so that Python does not set `error` as the context of `failure`.
         raise failure

@@ -18,7 +18,7 @@ from .call import Call, Masking, Normalization, apply_epilogue
 
 _DEFAULTS = Options()[2:-1]  # without eps, momentum and the activation
 
-# Above these numbers of values, our kernels save more time than their five Python calls cost; see docs/benchmarks.md.
+# Above these sizes, native kernels save more time than their five Python calls cost; see docs/benchmarks.md.
 # F.batch_norm is fast for channels_last until its outputs exceed the caches.
 _WORTHWHILE_PLANAR = 2**17
 _WORTHWHILE_INTERLEAVED = 2**22
@@ -27,9 +27,9 @@ _WORTHWHILE_INTERLEAVED = 2**22
 def suits_torch(call: Call, options: Options) -> bool:
     """Returns whether F.batch_norm should compute a training call on a single rank: it is exact and fast.
 
-    F.batch_norm supports eps and momentum; all other options must have their defaults. With ``momentum=None`` the host
-    would have to read the factor. On CPU, torch rounds intermediate values of half inputs: in bfloat16, outputs are off
-    by several units in the last place.
+    F.batch_norm supports eps and momentum; all other options but the activation must have their defaults. With
+    ``momentum=None`` the host would have to read the factor. On CPU, torch rounds intermediate values of half inputs:
+    in bfloat16, outputs are off by several units in the last place.
     """
     input, buffers = call.input, call.buffers
     if options.momentum is None or options[2:-1] != _DEFAULTS or call.accumulate is not None:

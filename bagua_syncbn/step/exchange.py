@@ -46,7 +46,7 @@ class Exchange:
         self.is_traced = is_traced
 
     def send(self, packed: Tensor, which: Pass = "forward") -> Received:
-        """Returns the rows of all ranks in forward, unless ``summable``; otherwise the sum. May overwrite ``packed``.
+        """Returns all ranks' rows in a forward that is not ``summable``; otherwise the sum. May overwrite ``packed``.
 
         Call :meth:`check` after the op that reads the result.
         """

@@ -121,7 +121,7 @@ class _Normalize(torch.autograd.Function):
             elemt_args: dict[str, Any] = {}
             if norm.options.activation is not None or masking is not None:
                 grad, reduce_args, elemt_args = activation_args(grad_output, input, bias, residual, norm)
-            # Only needs[0] decides whether to communicate: a property of the model, equal on all ranks.
+            # Communicates only if needs[0]: the model determines it, so all ranks agree.
             fingerprint = exchange.fingerprint() if needs[0] and exchange is not None else None
             sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(
                 grad_output, input, mean, invstd, weight, fingerprint, *reduce_args
