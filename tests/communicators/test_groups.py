@@ -23,8 +23,9 @@ from bagua_syncbn.reliability.history import history_in
 from benchmarks.one_rank import Twin
 from tests.helpers.cases import Case, compare, run_rank
 from tests.helpers.observed import GATHER, collectives
-from tests.helpers.own_groups import check_refused, communicator_of, forget_groups, join, mean_over
+from tests.helpers.own_groups import check_refused, communicator_of, forget_groups, mean_over
 from tests.helpers.training import through_file
+from tests.helpers.workers import join_job
 
 # Groups by description
 
@@ -153,10 +154,14 @@ def test_groups_inherit_the_timeout_of_the_job_or_the_given_group(tmp_path):
 @pytest.mark.ranks(2, new_job=True)
 def test_compiled_layers_use_the_running_job_while_an_earlier_group_lives(tmp_path):
     rank, layer = dist.get_rank(), SyncBatchNorm(1, momentum=1.0)
+    compiled, input = torch.compile(layer, backend="eager"), torch.full((2, 1), float(rank))
     assert mean_over(None) == 0.5
     earlier = dist.group.WORLD
-    join(("file", str(tmp_path / "store")), 2, rank, seconds=300)
-    torch.compile(layer, backend="eager")(torch.full((2, 1), float(rank)))
+    dist.destroy_process_group()
+    compiled(input)  # without a job
+    assert layer.running_mean.item() == rank
+    join_job(str(tmp_path / "store"), rank, 2)
+    compiled(input)
     assert layer.running_mean.item() == 0.5
     assert earlier is not dist.group.WORLD
 
