@@ -230,7 +230,6 @@ def _call_of(layer: SyncBatchNorm, input: Tensor, residual: Tensor | None, mask:
     except KeyError:  # also a parametrized layer, or a replica
         weight, bias = layer.weight, layer.bias
         mean, var, batches = layer.running_mean, layer.running_var, layer.num_batches_tracked
-    # options_of(layer), inline
     options = Options(layer.eps, layer.momentum, layer.eps_mode, layer.skip_nonfinite, layer.fused_activation)
     if layer.training:
         buffers = ops.Buffers(mean, var, batches) if layer.track_running_stats else ops.NO_BUFFERS
@@ -266,11 +265,6 @@ def as_one_node(layer: nn.Module, proxy: Proxy, args: Sequence[Any], kwargs: Map
     tracer: Any = proxy.tracer
     node: Tensor = tracer.create_proxy("call_module", tracer.path_of_module(layer), tuple(args), dict(kwargs))
     return node
-
-
-def options_of(layer: Any) -> Options:
-    """Returns the options of a layer, with an unparsed activation."""
-    return Options(layer.eps, layer.momentum, layer.eps_mode, layer.skip_nonfinite, layer.fused_activation)
 
 
 class SyncBatchNorm1d(nn.BatchNorm1d, SyncBatchNorm):

@@ -23,7 +23,7 @@ def rule_and_getter(process_group: Any) -> tuple[Rule, Callable[[], Any] | None]
         RuntimeError: the mesh has several dimensions.
     """
     group = process_group
-    if is_mesh(group):
+    if IS_AVAILABLE and isinstance(group, dist.DeviceMesh):
         group = group.get_group()
     elif not is_process_group(group):
         return None
@@ -67,11 +67,6 @@ def is_process_group(process_group: object) -> bool:
     if not is_alive(process_group):
         raise ValueError(DESTROYED)
     return True
-
-
-def is_mesh(process_group: object) -> bool:
-    """Returns whether ``process_group`` is a DeviceMesh."""
-    return IS_AVAILABLE and isinstance(process_group, dist.DeviceMesh)
 
 
 def torch_group_of(spec: GroupSpec) -> Any:

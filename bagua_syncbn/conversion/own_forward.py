@@ -18,8 +18,9 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 
 from .. import ops
 from ..groups import ALONE
+from ..options import Options
 from ..step.call import Call
-from ..sync_batchnorm import SyncBatchNorm, as_one_node, options_of, through_attachments
+from ..sync_batchnorm import SyncBatchNorm, as_one_node, through_attachments
 from ..threads import this_thread
 from ..torch_internals.autograd import unseen_by_selective_checkpointing
 
@@ -145,7 +146,9 @@ class _Redirect(TorchFunctionMode):
                 if call.training or _differs_from_torch(layer):
                     # The custom forward counts batches itself, as torch's does before this call.
                     buffers = ops.Buffers(call.running_mean, call.running_var)
-                    options = options_of(layer)._replace(eps=call.eps, momentum=call.momentum)
+                    options = Options(
+                        call.eps, call.momentum, layer.eps_mode, layer.skip_nonfinite, layer.fused_activation
+                    )
                     group = layer._sync_state.group if call.training else ALONE
                     tensors = call.input, call.weight, call.bias, None
                     return through_attachments(layer, Call(*tensors, buffers, options, call.training, group, layer))

@@ -66,17 +66,14 @@ class Exchange:
         return self.communicator.all_reduce(values)
 
 
-exchange_makers: Registry[Callable[[Call, Options, Communicator], Callable[[], Exchange] | None]] = Registry()
-"""Functions like :func:`exchange_of`. Each returns None for calls that it does not serve."""
+exchange_makers: Registry[Callable[[Call, Options, Communicator], Callable[[], Exchange]]] = Registry()
+"""Functions like :func:`exchange_of`. The last one serves all groups of several ranks."""
 
 
 def exchange_of(call: Call, options: Options, communicator: Communicator) -> Callable[[], Exchange]:
     """Returns a function that creates the exchange for ``call``, and for later calls with the same cache key."""
-    if communicator.size > 1:
-        for make in exchange_makers:
-            found = make(call, options, communicator)
-            if found is not None:
-                return found
+    if communicator.size > 1 and exchange_makers:
+        return exchange_makers[-1](call, options, communicator)
     is_traced = torch.compiler.is_compiling()
     if is_traced:
         as_number(call.input.size(1))  # makes the size a constant: backward cannot take a symbolic size
