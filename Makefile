@@ -148,7 +148,7 @@ docs: $(VENV)/installed-docs ## the documentation as HTML: docs/_build/html/inde
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
 clean: ## removes the results of all targets
-	rm -rf $(VENV) $(BAGUA_VENV) build dist docs/_build *.egg-info
+	rm -rf $(VENV) $(BAGUA_VENV) build dist docs/_build *.egg-info bagua_syncbn/*.so bagua_syncbn/build_info.json
 
 # torch first: a build could resolve another version.
 $(VENV)/bin/python:

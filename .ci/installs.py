@@ -2,9 +2,9 @@
 
 Each method in :data:`INSTALLS` gets an environment that inherits the running Python's torch. A layer trains outside of
 the source folder and inside it, where Python finds the sources first. If the import warns that there are no kernels,
-the recommended command runs, and a layer trains again. Kernels are built without optimization, for one CUDA
-architecture: half a minute per build on two cores, five minutes in total. With sccache in CXX, kernels that were built
-before are not built again.
+the recommended command runs, and a layer trains again. CPU kernels are built without optimization, CUDA
+kernels for one architecture: half a minute per build on two cores, five minutes in total. With sccache in CXX, CPU
+kernels are optimized, and built only once.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Dry runs: run a model, then restore its state and all random states."""
+"""Dry runs: run a model, then restore its state and the random states."""
 
 import random
 import sys
@@ -22,7 +22,7 @@ _STATE = "training", "_sync_state", "broadcast_buffers", "forward_sync_buffers"
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Restores modes and buffers of ``model`` and all random states on exit.
+    """Restores modes and buffers of ``model`` and the random states of the CPU and its GPUs on exit.
 
     Compiled models run eagerly inside the context, because compiled code ignores new hooks.
     """

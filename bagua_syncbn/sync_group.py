@@ -9,8 +9,9 @@ from .groups import spec_of
 def sync_group(process_group: Any) -> Any:
     """Returns this rank's process group for a description, for your own messages.
 
-    The first call with a description creates two groups of its ranks: the returned group, and the group that layers
-    with this description use. All ranks of the job must make this call, with several descriptions in the same order.
+    The first call with a description creates up to two groups of its ranks: the returned group, and the group that
+    layers with this description use. All ranks of the job (for a mesh or a group, its members) must make this call,
+    with several descriptions in the same order.
     Layers also create their group in their first training forward, under the same conditions.
 
     Args:

@@ -1,7 +1,7 @@
 """Conversion between local and synchronized layers by changing their classes.
 
 A converted layer is the same object: parameters, buffers, hooks, attributes, training flag and all references remain
-valid. Only ``layer.__class__`` changes, to a class that inherits from the old class and then from
+valid. ``layer.__class__`` changes, usually to a class that inherits from the old class and then from
 :class:`SyncBatchNorm`, so that method resolution finds ``SyncBatchNorm.forward`` instead of torch's.
 """
 

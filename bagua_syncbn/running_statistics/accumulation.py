@@ -35,9 +35,9 @@ class Accumulation:
             return go(call)
         error = ""
         if call.buffers.running_mean is not getattr(call.layer, "running_mean", None):
-            error = "running_mean: inside accumulate_statistics, a custom forward must pass the buffer, not a view"
+            error = "running_mean: while statistics accumulate, a custom forward must pass the buffer, not a view"
         elif not torch.compiler.is_compiling() and is_capturing():
-            error = "a CUDA graph cannot be captured inside accumulate_statistics, because replays run no Python"
+            error = "a CUDA graph cannot be captured while statistics accumulate, because replays run no Python"
         if error:
             raise named(RuntimeError(error), call.layer)
         return go(call._replace(accumulate=self.take))

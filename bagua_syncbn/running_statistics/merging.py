@@ -19,7 +19,7 @@ from ..ops import Moments
 from ..over_ranks import sum_over_ranks
 from .freezing import is_frozen
 
-# Replaces a weight of 0: negligible compared to a batch, but makes all weights equal if no rank has a batch.
+# Replaces a counter of 0: negligible compared to a batch, but above 0 if no rank has a batch.
 _NO_BATCH = 2.0**-600
 
 
@@ -37,8 +37,8 @@ def merge_statistics(module: nn.Module, process_group: Any = None, *, weight: fl
         v = \frac{1}{n} \sum_r n_r \left( v_r + (m_r - m)^2 \right), \qquad n = \sum_r n_r
 
     Rank :math:`r` has ``running_mean`` :math:`m_r`, ``running_var`` :math:`v_r`, and :math:`n_r`, which is
-    ``num_batches_tracked`` times ``weight``. If no rank has counted a batch, all weights are equal. A synchronized
-    group has the total weight of its ranks.
+    ``num_batches_tracked`` times ``weight``. If no rank has counted a batch, ``weight`` alone decides. A
+    synchronized group has the total weight of its ranks.
 
     Counters do not change, so training can continue: with ``momentum=None``, repeated merges give the mean over all
     batches of all ranks. Layers without running statistics and frozen layers (:func:`freeze_statistics`) are skipped.
@@ -60,7 +60,7 @@ def merge_statistics(module: nn.Module, process_group: Any = None, *, weight: fl
             cases, no buffer is updated.
 
     It warns if no layer has running statistics, or if :class:`~torch.nn.parallel.DistributedDataParallel` broadcasts
-    buffers in each forward, so that only rank 0 contributes. Outside of jobs it is a no-op.
+    buffers in forward, so that only rank 0 contributes. Outside of jobs it is a no-op.
 
     Example::
 
@@ -78,8 +78,8 @@ def merge_statistics(module: nn.Module, process_group: Any = None, *, weight: fl
         warn(f"merge_statistics: found no layer with running statistics in {type(module).__name__}", stacklevel=3)
     if any(isinstance(part, DistributedDataParallel) and part.broadcast_buffers for part in module.modules()):
         warn(
-            "merge_statistics: each forward of DistributedDataParallel overwrites the buffers with those of rank 0; "
-            "create it with broadcast_buffers=False",
+            "merge_statistics: forward of DistributedDataParallel overwrites the buffers with those of rank 0; "
+            "set its attribute broadcast_buffers to False",
             stacklevel=3,
         )
     own = {}

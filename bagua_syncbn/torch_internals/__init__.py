@@ -1,1 +1,1 @@
-"""All calls of undocumented torch functions."""
+"""Calls of undocumented torch functions."""

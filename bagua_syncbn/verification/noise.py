@@ -89,7 +89,7 @@ def measure_batch_noise(
     r"""Measures the noise of batch statistics in each layer, to decide whether to synchronize them.
 
     Noise is the root mean square change of normalized values when the statistics of :math:`N` samples replace the
-    statistics of all data. For a channel with mean :math:`\mu` and variance :math:`\sigma^2` (plus ``eps``),
+    statistics of all data. For a channel with mean :math:`\mu` and variance :math:`\sigma^2` (far above ``eps``),
 
     .. math:: \text{noise}^2 = \frac{1}{N} \left(
         \frac{\operatorname{Var}(m)}{\sigma^2} + \frac{\operatorname{Var}(v)}{4 \sigma^4} \right)

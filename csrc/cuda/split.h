@@ -23,9 +23,9 @@ constexpr int kVectorBytes = 16;
 constexpr int kLineBytes = 128;
 constexpr int kReducedBytes = 64;
 
-// Maximum blocks per launch. Element-wise kernels: several waves on the largest cards. Reductions: one wave of four
-// blocks (interleaved, which needs more registers: three) on each of 132 multiprocessors. Starting, finishing and
-// merging a block takes as long as one or two batches.
+// Blocks per launch, unless there are more channels. Element-wise kernels: several waves on the largest cards.
+// Reductions: one wave of four blocks (interleaved, which needs more registers: three) on each of 132 multiprocessors.
+// Starting, finishing and merging a block takes as long as one or two batches.
 constexpr int64_t kElementBlocks = 4096;
 constexpr int64_t kReduceBlocks = 528;
 constexpr int64_t kReduceRowBlocks = 396;
@@ -62,9 +62,9 @@ inline int64_t power_of_two(int64_t value, int64_t low, int64_t high) {
 // Splits `count` slots or rows over `parts` blocks with `threads` threads.
 //
 // Element-wise kernels launch more blocks than run at a time; each block gets a contiguous range of nearly equal
-// length. All blocks of a reduction run at the same time and take turns, one slot per thread, so that the tail of the
-// tensor stays cached for the next pass. Divisions are done on the host: one on the device would take longer than all
-// other work before the first load.
+// length. Blocks of a reduction run at the same time, if they fit, and take turns, one slot per thread, so that the
+// tail of the tensor stays cached for the next pass. Divisions are done on the host: one on the device would take
+// longer than all other work before the first load.
 struct Sharing {
   int64_t count;
   int64_t length;  // range or turn

@@ -92,7 +92,7 @@ def test_groups_are_weighted_by_their_number_of_ranks():
 @pytest.mark.ranks(2)
 def test_merging_buffers_that_ddp_broadcasts_warns():
     model = DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(3)))
-    with pytest.warns(UserWarning, match="create it with broadcast_buffers=False") as caught:
+    with pytest.warns(UserWarning, match="set its attribute broadcast_buffers to False") as caught:
         merge_statistics(model)
     assert caught[0].filename == __file__
     model.broadcast_buffers = False
