@@ -75,10 +75,11 @@ def masked(
         zero_masked: whether outputs are 0 at masked positions, as for :func:`sync_batch_norm`.
 
     Raises:
-        TypeError: ``mask`` is not a tensor.
+        TypeError: ``model`` is not a module, ``mask`` not a tensor, ``rule`` not callable, or ``zero_masked`` not a
+            bool.
 
-    A layer raises RuntimeError if the mask does not fit the input and there is no rule. It warns if ``model`` has no
-    synchronized layer.
+    A layer raises TypeError if the mask is not bool, and RuntimeError if it does not fit the input and there is no
+    rule. It warns if ``model`` has no synchronized layer.
 
     Example::
 

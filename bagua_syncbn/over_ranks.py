@@ -64,7 +64,8 @@ def mean_over_ranks(
         TypeError: ``values`` is not a plain floating point tensor, ``mask`` not a bool tensor, or ``count`` not
             a number; ``process_group`` has an unknown type.
         ValueError: ``mask`` does not fit ``values``; ``values`` is a scalar, and ``count`` is None; ``count`` is
-            negative, not finite or not a single number; ``gradients`` is invalid.
+            negative, not finite or not a single number; ``gradients`` is invalid; ``process_group`` does not fit the
+            job.
         RuntimeError: ``mask`` is on another device; ranks make different calls, or a peer raised.
 
     Example::

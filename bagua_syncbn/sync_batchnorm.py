@@ -64,11 +64,12 @@ class SyncBatchNorm(_BatchNorm):
     Shape:
         - Input: (N, C, \*), float16, bfloat16, float32 or float64
         - Residual: same as the input, or None
+        - Mask: bool, (N, 1, \*), where any dimension may be 1, or None
         - Output: same as the input, including the memory format
 
     Raises:
-        TypeError, ValueError: an argument is invalid, see :func:`~bagua_syncbn.sync_batch_norm`. Attributes that are
-            set later are checked in the next call.
+        TypeError, ValueError, RuntimeError: an argument is invalid, see :func:`~bagua_syncbn.sync_batch_norm`.
+            ``fused_activation`` and ``process_group`` are checked when they are set, other attributes in the next call.
         AttributeError: ``activation`` is set instead of ``fused_activation``.
 
     Example::

@@ -24,8 +24,9 @@ def sync_group(process_group: Any) -> Any:
 
     Raises:
         TypeError: ``process_group`` has an unsupported type, or is a Communicator or a group of Bagua.
-        ValueError: the number does not divide the job's ranks; the lists do not contain each rank of the job exactly
-            once; ranks have different descriptions.
+        ValueError: the number is not positive or does not divide the job's ranks; the lists do not contain each rank of
+            the job exactly once; ranks have different descriptions; the group was destroyed or excludes this rank.
+        RuntimeError: a mesh has several dimensions; a rank did not arrive within the timeout.
 
     Example::
 

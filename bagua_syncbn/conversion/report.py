@@ -75,7 +75,8 @@ def conversion_report(module: nn.Module, *, filter: Filter | None = None) -> Con
         :class:`~bagua_syncbn.conversion.report.Finding`.
 
     Raises:
-        TypeError: ``module`` is not a module, or ``filter`` is not callable.
+        TypeError: ``module`` is not a module; ``filter`` is not callable; a registered converter returns no layer
+            class.
 
     Example::
 

@@ -33,8 +33,11 @@ class DataParallelWithCallback(nn.DataParallel):  # pyrefly: ignore[implicit-any
         output_device: where outputs are gathered; the first device by default.
         dim: the batch dimension of inputs and outputs.
 
-    Forward raises RuntimeError if replicas call different layers, or if a model calls itself. If a replica raises,
-    forward raises the same error, and waiting replicas stop.
+    If replicas share devices, outputs must be tensors or None, in any nesting.
+
+    Forward raises RuntimeError if replicas call different layers, if a model calls itself, or if a layer gets a mask or
+    synchronizes over several ranks; and ValueError if replicas share devices, and inputs split into different numbers
+    of chunks. If a replica raises, forward raises the same error, and waiting replicas stop.
 
     Example::
 

@@ -9,8 +9,9 @@ from torch import Tensor
 class Communicator(Protocol):
     """Exchanges packed tensors between the ranks of a group. All ranks must make the same calls in the same order.
 
-    Tensors are float32 or float64. If the backend cannot sum float64, set the attribute ``adds_float64 = False``:
-    groups of any size then gather statistics.
+    Tensors are float32 or float64; both collectives must support both. If sums in float64 are slow, because they are
+    computed from gathered values, set the attribute ``adds_float64 = False``: groups of any size then gather
+    statistics.
     """
 
     @property

@@ -79,6 +79,7 @@ def accumulate_statistics(model: nn.Module) -> Iterator[None]:
         model: the model, wrapped or not. All ranks of a group must enter the context for the same layers.
 
     Raises:
+        TypeError: ``model`` is not a module.
         RuntimeError: a custom forward normalizes with tensors other than the layer's buffers; a CUDA graph is captured
             inside the context.
 

@@ -54,8 +54,8 @@ def merge_statistics(module: nn.Module, process_group: Any = None, *, weight: fl
         - ``num_batches_tracked``: scalar
 
     Raises:
-        TypeError: ``module`` is not a module; ``process_group`` has an unknown type.
-        ValueError: ``weight`` is not finite or not above 0.
+        TypeError: ``module`` is not a module; ``weight`` is not a number; ``process_group`` has an unknown type.
+        ValueError: ``weight`` is not finite or not above 0; ``process_group`` does not fit the job.
         RuntimeError: ranks make different calls, or have different layers; merged statistics are not finite. In these
             cases, no buffer is updated.
 

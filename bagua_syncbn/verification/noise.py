@@ -111,10 +111,12 @@ def measure_batch_noise(
         limit: the verdict is to synchronize if the noise exceeds this limit.
         batches: as for :func:`recalibrate_statistics`. A few hundred samples in total are enough; each takes 16 bytes
             per channel.
-        forward, device, process_group: as for :func:`recalibrate_statistics`.
+        forward, device: as for :func:`recalibrate_statistics`.
+        process_group: the ranks that take part, as for :func:`sync_group`; None for the whole job.
 
     Raises:
-        TypeError: ``module`` is not a module, ``batches`` not an iterable of batches, or ``forward`` not callable.
+        TypeError: ``module`` is not a module, ``batches`` not an iterable of batches, or ``forward`` not callable;
+            ``process_group`` has an unsupported type.
         ValueError: no layer is in training mode; a layer gets fewer than two samples, a mask or a DTensor;
             both ``device`` and ``forward`` are given.
         RuntimeError: another rank raised.

@@ -68,7 +68,7 @@ def verify_synchronization(
         batch: the batch of this rank: tensors in nested tuples, lists and dicts.
         loss: called with an unwrapped copy of the model and a batch; returns a scalar tensor. It must call this copy,
             and may communicate only through :func:`mean_over_ranks`.
-        process_group: the ranks that take part, as for :func:`sync_batch_norm`; None for the whole job.
+        process_group: the ranks that take part, as for :func:`sync_group`; None for the whole job.
         merge: merges a list of all ranks' batches. None concatenates tensors along their first dimension; all other
             values must be equal on all ranks.
 
@@ -79,7 +79,7 @@ def verify_synchronization(
         more. A note is added if no wrapper averages gradients.
 
     Raises:
-        TypeError: ``model`` is not a module.
+        TypeError: ``model`` is not a module; ``process_group`` has an unsupported type.
         ValueError: ``model`` is in evaluation mode; ``loss`` does not call its first argument; batches cannot be
             merged.
         RuntimeError: another rank raised; the model cannot be copied.
