@@ -36,8 +36,9 @@ class DataParallelWithCallback(nn.DataParallel):  # pyrefly: ignore[implicit-any
     If replicas share devices, outputs must be tensors or None, in any nesting.
 
     Forward raises RuntimeError if replicas call different layers, if a model calls itself, or if a layer gets a mask or
-    synchronizes over several ranks; and ValueError if replicas share devices, and inputs split into different numbers
-    of chunks. If a replica raises, forward raises the same error, and waiting replicas stop.
+    synchronizes over several ranks. If replicas share devices, it raises ValueError if inputs split into different
+    numbers of chunks, and TypeError for other outputs. If a replica raises, forward raises the same error, and waiting
+    replicas stop.
 
     Example::
 
@@ -123,6 +124,8 @@ class DataParallelWithCallback(nn.DataParallel):  # pyrefly: ignore[implicit-any
         def join(first: Any, *others: Any) -> Tensor | None:
             if first is None:
                 return None
+            if not isinstance(first, Tensor):
+                raise TypeError(f"outputs: expected tensors or None, got {type(first).__name__}")
             combine = torch.cat if first.dim() else torch.stack
             return combine([leaf.to(output_device) for leaf in (first, *others)], self.dim)
 

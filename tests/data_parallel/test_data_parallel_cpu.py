@@ -40,6 +40,8 @@ def test_nested_inputs_are_split_and_outputs_gathered():
     assert_same_bits(output, echo(x, [y, {"deep": (x,)}], options={"mask": y}) | {"count": torch.tensor([3, 2])})
     with pytest.raises(ValueError, match=r"inputs: expected .* equally many chunks, got 1, 2 chunks"):
         model(x, y[:1])
+    with pytest.raises(TypeError, match="outputs: expected tensors or None, got int"):
+        in_replicas(len)(x)
     assert in_replicas(lambda: torch.ones(1))().tolist() == [1]  # without inputs, a single replica runs
     assert in_replicas(echo, output_device="meta")(x)["args"][0].device.type == "meta"
 
