@@ -167,19 +167,24 @@ class HostBucket:
 
 
 class HostBackend:
-    """``bagua_core.BaguaCommBackendPy``, the scheduler: runs all buckets in order when Bagua waits for them."""
+    """``bagua_core.BaguaCommBackendPy``, the scheduler: runs all buckets in order when Bagua waits for them.
+
+    Only if tensors are ready: Bagua names a backend after its module's id, which on one rank may be the id of an
+    earlier module. This rank would run the earlier module's buckets, alone and on memory that was freed.
+    """
 
     def __init__(self, channel_capacity, device_id):
-        self.buckets = []
+        self.buckets, self.is_ready = [], False
 
     def register_ordered_buckets(self, buckets):
         self.buckets = buckets
 
     def mark_communication_ready(self, tensor, event):
-        pass
+        self.is_ready = True
 
     def wait_pending_comm_ops(self):
-        for bucket in self.buckets:
+        is_ready, self.is_ready = self.is_ready, False
+        for bucket in self.buckets if is_ready else ():
             for operation in list(bucket.operations):
                 operation()
 
