@@ -38,10 +38,9 @@ test: $(VENV)/installed-test ## tests without a GPU; ARGS='-k masks' selects tes
 test-slow: $(VENV)/installed-test ## tests that take minutes or much memory
 	$(BIN)/python -m pytest -m 'slow and not gpu' $(ARGS)
 
-# CPU kernels with each instruction set of this machine, and CUDA kernels in the emulator. The excluded checks double the
-# compile time; AddressSanitizer also detects null pointers and accesses beyond objects, and streaming stores trap if
-# they are not aligned. Uninitialized memory is NaN.
-SANITIZE := -g1 -Og -fsanitize=address,undefined -fno-sanitize=null,object-size,pointer-overflow,vptr,alignment,bounds \
+# CPU kernels with each instruction set of this machine, and CUDA kernels in the emulator. The excluded checks add a third
+# to compile time; AddressSanitizer also detects null pointers and accesses beyond objects. Uninitialized memory is NaN.
+SANITIZE := -g1 -Og -fsanitize=address,undefined -fno-sanitize=null,object-size,pointer-overflow,vptr \
 	-fno-sanitize-recover=undefined -fno-omit-frame-pointer
 SANITIZED = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=0:malloc_fill_byte=255:max_malloc_fill_size=2147483647 \
