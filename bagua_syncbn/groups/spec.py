@@ -85,7 +85,7 @@ world: Callable[[], Any] = partial(getattr, dist.group, "WORLD") if dist.is_avai
 
 def is_in_job() -> bool:
     """Returns whether a job runs. Compiled code guards on this, without accessing the group of all ranks."""
-    # torch.compile takes is_initialized() as a constant, without a guard; only if it is False, it also reads WORLD.
+    # torch.compile takes is_initialized() as a constant, without a guard. If it is False, reading WORLD adds the guard.
     return dist.is_available() and (dist.is_initialized() or dist.group.WORLD is not None)
 
 
