@@ -6,15 +6,16 @@ import functools
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 
 from .registry import Registry
-from .torch_internals.autograd import NO_ERRORS
+from .torch_internals.autograd import NO_ERRORS, is_without_data
 
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
+_Peers: TypeAlias = tuple[Any, Any] | None
 
 _NO_MEMORY = re.compile(r"memory: expected (\d+) values of (\d) bytes on (\S+), got none")  # csrc/allocate.h
 
@@ -28,21 +29,27 @@ def notify_peers(process_group: Any, layer: Any, error: Exception) -> None:
         handle(process_group, layer, error)
 
 
-def handle_error(error: Exception, peers: tuple[Any, Any] | None) -> None:
-    """Notifies ``peers`` (process group and layer or model) of ``error``. The caller re-raises the error.
+def handle_error(error: Exception, peers_of: Callable[..., _Peers], /, *args: Any, **kwargs: Any) -> None:
+    """Notifies the peers of a call with these arguments that it raised ``error``. The caller re-raises the error.
+
+    Calls without data have no peers: ranks make them in any order, and send nothing.
 
     Raises:
         RuntimeError: torch's error, if a kernel ran out of memory.
     """
     if torch.compiler.is_compiling() or isinstance(error, NO_ERRORS):
         return
-    if peers is not None:
-        notify_peers(*peers, error)
+    if not any(map(is_without_data, (*args, *kwargs.values()))):
+        peers = None
+        with suppress(Exception):  # the arguments may be invalid
+            peers = peers_of(*args, **kwargs)
+        if peers is not None:
+            notify_peers(*peers, error)
     raise_if_out_of_memory(error)
 
 
 def notifies_peers(
-    peers_of: Callable[..., tuple[Any, Any] | None],
+    peers_of: Callable[..., _Peers],
 ) -> Callable[[Callable[_P, _Result]], Callable[_P, _Result]]:
     """Decorator for functions in which ranks communicate: if a call raises, peers raise too.
 
@@ -59,10 +66,7 @@ def notifies_peers(
             try:
                 return function(*args, **kwargs)
             except Exception as error:
-                peers = None
-                with suppress(Exception):  # the arguments may be invalid
-                    peers = peers_of(*args, **kwargs)
-                handle_error(error, peers)
+                handle_error(error, peers_of, *args, **kwargs)
                 raise
 
         return notifying

@@ -13,7 +13,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from . import ops
 from .checks import check_flag, check_local_count, check_tensors, check_tracer, checked_options, named
 from .errors import notifies_peers
-from .groups import ALONE, GroupSpec, spec_of
+from .groups import ALONE, LOCAL, GroupSpec, spec_of
 from .layer_state import CallCache, LayerState
 from .masks import masking_of
 from .options import NO_MASK, Options
@@ -21,10 +21,10 @@ from .registry import Registry
 from .step.by_torch import ByTorch, in_evaluation, suits_torch
 from .step.call import Call, Normalization, Statistics
 from .step.derivatives import differentiable_batch_norm
-from .step.exchange import exchange_of
+from .step.exchange import Exchange, exchange_of
 from .step.normalize import batch_statistics, normalize
 from .threads import this_thread
-from .torch_internals.autograd import has_transforms, level_of_duals
+from .torch_internals.autograd import fake_mode, has_transforms, is_without_data, level_of_duals
 
 _PLAIN_CLASSES = Tensor, nn.Parameter
 
@@ -222,7 +222,8 @@ def checks_of(call: Call) -> CallCache:
         TypeError, ValueError, RuntimeError: a tensor or an option is wrong, see :func:`sync_batch_norm`.
     """
     input, weight, bias, residual, (mean, var, batches), options, training, group, layer, _, accumulate = call
-    if is_tracing():  # a comparison would become part of the trace
+    # The comparison would become part of a trace; fake results must not reach peers.
+    if is_tracing() or fake_mode() is not None:
         return _validate(call)
     ready = (group if type(group) is GroupSpec else spec_of(group)).communicator_if_ready()
     place: Any = group is not ALONE  # call.synchronizes
@@ -265,7 +266,8 @@ def _validate(call: Call, key: tuple[Any, ...] | None = None) -> CallCache:
     input, buffers, training, layer = call.input, call.buffers, call.training, call.layer
     is_compiling = torch.compiler.is_compiling()
     check_tensors(call[:4], buffers, training, layer)
-    if not is_compiling and not all(check(call) for check in first_call_checks):
+    has_data = not is_without_data(input)
+    if not has_data or not (is_compiling or all(check(call) for check in first_call_checks)):
         key = None
     options = checked_options(call.options, training)
     if not training:
@@ -277,5 +279,7 @@ def _validate(call: Call, key: tuple[Any, ...] | None = None) -> CallCache:
     check_tracer(call.group)
     if options.momentum is None and buffers.running_mean is not None and buffers.num_batches_tracked is None:
         raise ValueError("num_batches_tracked: expected a tensor, because momentum is None; got None")
+    if not has_data:
+        return CallCache(None, options, partial(Exchange, LOCAL))
     communicator = spec_of(call.group).communicator()
     return CallCache(key, options, exchange_of(call, options, communicator), communicator.size == 1)

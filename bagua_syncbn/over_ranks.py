@@ -10,12 +10,13 @@ from torch.compiler import is_compiling
 from . import ops
 from .checks import check_is_tensor, check_number, is_distributed
 from .errors import notifies_peers
-from .groups import Communicator, spec_of
+from .groups import LOCAL, Communicator, spec_of
 from .masks import check_mask
 from .reliability.faults import differ_text
 from .reliability.history import history_in
 from .reliability.protocol import RankExchange, sum_with_header
 from .reliability.signatures import CallSignature, exact_bits, word_of
+from .torch_internals.autograd import is_without_data
 
 _NAME = "mean_over_ranks"
 
@@ -79,7 +80,7 @@ def mean_over_ranks(
         count = values.numel() if mask is None else mask.expand_as(values).sum()
     kept = values if mask is None else values.where(mask, 0)
     total = kept.sum(dtype=torch.promote_types(values.dtype, torch.float32))  # like torch.mean; float16 would overflow
-    communicator = spec.communicator()
+    communicator = LOCAL if is_without_data(values) else spec.communicator()
     if communicator.size > 1:
         if not isinstance(count, Tensor):
             count = torch.full((), count, dtype=torch.float64, device=values.device)

@@ -14,7 +14,7 @@ from ..ops.moments import merge_dtype
 from ..options import Options
 from ..step.call import Call
 from ..sync_batchnorm import SyncBatchNorm
-from ..torch_internals.autograd import is_capturing
+from ..torch_internals.autograd import is_capturing, is_without_data
 
 
 class Accumulation:
@@ -31,7 +31,7 @@ class Accumulation:
         self._options: Options | None = None
 
     def __call__(self, go: Callable[[Call], Tensor], call: Call) -> Tensor:
-        if not call.training or call.buffers.running_mean is None:
+        if not call.training or call.buffers.running_mean is None or is_without_data(call.input):
             return go(call)
         error = ""
         if call.buffers.running_mean is not getattr(call.layer, "running_mean", None):

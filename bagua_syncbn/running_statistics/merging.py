@@ -13,10 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..checks import check_number
 from ..errors import notifies_peers
-from ..groups import spec_of
+from ..groups import LOCAL, spec_of
 from ..models import check_module
 from ..ops import Moments
 from ..over_ranks import sum_over_ranks
+from ..torch_internals.autograd import is_without_data
 from .freezing import is_frozen
 
 # Replaces a counter of 0: negligible compared to a batch, but above 0 if no rank has a batch.
@@ -60,7 +61,8 @@ def merge_statistics(module: nn.Module, process_group: Any = None, *, weight: fl
             cases, no buffer is updated.
 
     It warns if no layer has running statistics, or if :class:`~torch.nn.parallel.DistributedDataParallel` broadcasts
-    buffers in forward, so that only rank 0 contributes. Outside of jobs it is a no-op.
+    buffers in forward, so that only rank 0 contributes. It is a no-op outside of jobs and for models on the meta
+    device.
 
     Example::
 
@@ -87,7 +89,7 @@ def merge_statistics(module: nn.Module, process_group: Any = None, *, weight: fl
         mean, counter = layer.running_mean.double(), layer.num_batches_tracked
         batches = mean.new_ones(1) if counter is None else counter.double().reshape(1).clamp(min=_NO_BATCH)
         own[name] = Moments(mean, layer.running_var.double(), batches * weight)
-    communicator = spec.communicator()
+    communicator = LOCAL if any(is_without_data(each.mean) for each in own.values()) else spec.communicator()
     if communicator.size == 1:
         return
     merged = merged_over_ranks("merge_statistics", module, own, communicator, "call recalibrate_statistics instead")

@@ -22,7 +22,14 @@ from ..options import Options
 from ..torch_internals.autograd import is_batched, untraced
 from .call import Normalization, Statistics, apply_epilogue
 
-_notifies_peers = notifies_peers(lambda ctx, *_: (ctx.norm.exchange.communicator, ctx.norm.layer))
+
+def peers_of_backward(ctx: Any, *_: Any) -> tuple[Any, Any] | None:
+    """Returns the communicator and the layer of a backward; None if it does not communicate."""
+    exchange, layer = ctx.norm.exchange, ctx.norm.layer
+    return None if exchange is None else (exchange.communicator, layer)
+
+
+_notifies_peers = notifies_peers(peers_of_backward)
 
 
 def differentiable_batch_norm(

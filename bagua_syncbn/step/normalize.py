@@ -17,7 +17,7 @@ from .. import ops
 from ..errors import handle_error
 from ..torch_internals.autograd import apply_of, has_transforms, is_batched, level_of_duals, unwrapped
 from .call import Call, Normalization, Statistics, apply_epilogue
-from .derivatives import differentiable_batch_norm, gradients_of, once_differentiable
+from .derivatives import differentiable_batch_norm, gradients_of, once_differentiable, peers_of_backward
 
 
 def batch_statistics(input: Tensor, call: Call, norm: Normalization) -> Statistics:
@@ -140,7 +140,7 @@ class _Normalize(torch.autograd.Function):
                 grad_input = elemt_args.get("grad_input", grad_input)
                 exchange.check()
         except Exception as error:
-            handle_error(error, None if exchange is None else (exchange.communicator, norm.layer))
+            handle_error(error, peers_of_backward, ctx, grad_output)
             raise
         grad_weight, grad_bias = grad_weight if needs[1] else None, grad_bias if needs[2] else None
         return grad_input, grad_weight, grad_bias, grad if needs[3] else None, None

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.fx.proxy import TraceError
 from torch.utils import _python_dispatch, checkpoint
@@ -47,6 +48,19 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """Returns ``function.apply`` without its checks for transforms and wrappers, for :func:`unwrapped` tensors."""
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # pyrefly: ignore[missing-attribute]
     return apply
+
+
+# Returns the active FakeTensorMode, under which all results are fake, or None.
+fake_mode: Callable[[], Any] = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE)
+
+
+def is_without_data(value: object) -> bool:
+    """Returns whether results of ``value`` have a shape but no values, in eager code: it is a meta or fake tensor, or
+    a FakeTensorMode is active."""
+    if torch.compiler.is_compiling():
+        return False
+    is_fake = isinstance(value, FakeTensor) or (isinstance(value, torch.Tensor) and value.is_meta)
+    return is_fake or fake_mode() is not None
 
 
 def is_capturing() -> bool:
