@@ -46,6 +46,31 @@ def merge_stats(
     return mean, invstd.clamp(max=eps**-0.5), count
 
 
+@torch.library.custom_op("bagua_syncbn::updated_buffers", mutates_args=())
+def _updated_buffers(
+    gathered: Tensor, buffers: list[Tensor], momentum: float | None, skip_nonfinite: bool, ranks: int
+) -> list[Tensor]:
+    updated = Buffers(*(buffer.clone() for buffer in buffers))
+    merge_stats(gathered, updated, Options(momentum=momentum, skip_nonfinite=skip_nonfinite), ranks)
+    return [buffer for buffer in updated if buffer is not None]
+
+
+@_updated_buffers.register_fake
+def _(gathered: Tensor, buffers: list[Tensor], *_: object) -> list[Tensor]:
+    return [torch.empty_like(buffer) for buffer in buffers]
+
+
+def update_buffers(gathered: Tensor, buffers: Buffers, options: Options, ranks: int) -> None:
+    """Updates ``buffers`` like :func:`merge_stats`, in a torch.compile graph.
+
+    The op does not mutate its arguments: inductor would move earlier reads of the buffers behind such an op.
+    """
+    given = [buffer for buffer in buffers if buffer is not None]
+    updated = _updated_buffers(gathered, given, options.momentum, options.skip_nonfinite, ranks)
+    for buffer, new in zip(given, updated, strict=True):
+        buffer.copy_(new)
+
+
 def inverse_deviation(var: Tensor, options: Options) -> Tensor:
     """Returns the inverse deviation (C) for the variance ``var`` (C)."""
     return (var.clamp(min=options.eps) if options.eps_mode == "clamp" else var + options.eps).rsqrt()

@@ -38,11 +38,9 @@ def batch_statistics(input: Tensor, call: Call, norm: Normalization) -> Statisti
     if call.accumulate is not None:
         call.accumulate(rows, ranks, options)
     if exchange.is_traced:
-        # Computed separately from buffer updates: a graph that recomputes statistics in backward must not read updated
-        # buffers.
-        statistics = ops.merge_stats(rows, ops.NO_BUFFERS, options, ranks)
-        ops.merge_stats(rows, buffers, options, ranks, fault, number)
-        return statistics
+        # Separate from the statistics: a graph that recomputes them in backward must not read updated buffers.
+        ops.update_buffers(rows, buffers, options, ranks)
+        return ops.merge_stats(rows, ops.NO_BUFFERS, options, ranks)
     statistics = ops.merge_stats(rows, buffers, options, ranks, fault, number)
     exchange.check(rows)
     return statistics

@@ -115,6 +115,31 @@ def test_inductor_equals_eager(pool):
         assert re.findall(r"batch_norm_stats\.default\((\w+),", forward) == written
 
 
+class ReadsBuffers(nn.Module):
+    """Reads the buffers before and after the layer updates them."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.bn = SyncBatchNorm2d(2, **options)
+
+    def forward(self, input):
+        before = self.bn.running_mean * 2 + self.bn.running_var + self.bn.num_batches_tracked
+        output = self.bn(input) * before.view(1, -1, 1, 1)
+        after = self.bn.running_mean - self.bn.running_var * 3 + self.bn.num_batches_tracked
+        return output + after.view(1, -1, 1, 1)
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": None, "skip_nonfinite": True, "dtype": torch.float64}], ids=str)
+@pytest.mark.ranks(2)
+def test_compiled_code_reads_buffers_before_and_after_their_update(options):
+    eager = ReadsBuffers(**options)
+    compiled = torch.compile(copy.deepcopy(eager), backend="inductor", fullgraph=True)
+    for number in range(3):
+        input = draw(5, number)[0].to(eager.bn.weight.dtype)
+        torch.testing.assert_close(compiled(input), eager(input), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dict(compiled._orig_mod.named_buffers()), dict(eager.named_buffers()))
+
+
 @pytest.mark.parametrize(("backend", "wrap", "wrap_first"), [
     ("aot_eager", DistributedDataParallel, True), ("eager", partial(with_bagua, optimizers=[]), False)
 ])  # fmt: skip
