@@ -74,11 +74,16 @@ def batch_norm_elemt(
 
 
 def batch_norm_backward_reduce(
-    grad_output: Tensor, input: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, *options: Any
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+    fingerprint: int | None = None,
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if not _takes(options[1:], input, grad_output, mean, invstd):
-        return reference.batch_norm_backward_reduce(grad_output, input, mean, invstd, weight, *options)
-    fingerprint = options[0] if options else None
+    if not _takes(options, input, grad_output, mean, invstd):
+        return reference.batch_norm_backward_reduce(grad_output, input, mean, invstd, weight, fingerprint, *options)
     mean, invstd = _per_channel(mean, mean, invstd)
     sum_dy, sum_dy_xmu, _, _ = torch.batch_norm_backward_reduce(
         grad_output, input, mean, invstd, None, True, False, False

@@ -47,7 +47,15 @@ from .definition import DTYPES, HALF_DTYPES, accumulate_dtype, laid_out_as, per_
 from .headers import HEADER_SIZE, HEADER_SUMS_SIZE, WORD, header_of, header_sums_of
 from .moments import Moments
 from .native import KERNELS, hold_buffers
-from .running_stats import NO_BUFFERS, Buffers, clear_clamped, inverse_deviation, is_clamped, merge_stats, update_buffers
+from .running_stats import (
+    NO_BUFFERS,
+    Buffers,
+    clear_clamped,
+    inverse_deviation,
+    is_clamped,
+    merge_stats,
+    update_buffers,
+)
 
 batch_norm_stats = torch.ops.bagua_syncbn.batch_norm_stats.default
 batch_norm_gather_stats = torch.ops.bagua_syncbn.batch_norm_gather_stats.default

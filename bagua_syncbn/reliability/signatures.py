@@ -65,13 +65,13 @@ def shared_options(call: Call, options: Options) -> tuple[Any, ...]:
     updates = "untracked" if call.buffers.running_mean is None else ""
     if call.accumulate is not None:
         updates = "in accumulate_statistics"
-    eps, momentum, *others, _ = options
+    channels, eps, momentum = call.input.size(1), options.eps, options.momentum
     if getattr(call.layer, "momentum", 0) is None:
         momentum = None  # the layer may pass a different momentum for each batch
-    channels = call.input.size(1)
     if torch.compiler.is_compiling():
         channels, eps, momentum = as_number(channels), as_number(eps), as_number(momentum)
-    return channels, call.input.dtype == torch.float64, updates, eps, momentum, *others
+    shared = options._replace(eps=eps, momentum=momentum, activation=None)
+    return channels, call.input.dtype == torch.float64, updates, *shared
 
 
 @functools.lru_cache(2**14)  # options may change in every step
@@ -79,8 +79,8 @@ def signature_of(name: str, kind: str, shared: tuple[Any, ...], summable: bool) 
     """Returns the signature of a forward of layer ``name``. If ``summable``, ranks send summable statistics."""
     channels, is_double, updates, *options = shared
     details = f"{channels} channels, {'float64' if is_double else 'float32'}"
-    defaults = Options(eps=math.nan, momentum=math.nan)[:-1]  # NaN equals nothing, so these two are always listed
-    for field, value, default in zip(Options._fields[:-1], options, defaults, strict=True):
+    defaults = Options(eps=math.nan, momentum=math.nan)  # NaN equals nothing, so these two are always listed
+    for field, value, default in zip(Options._fields, options, defaults, strict=True):
         details += f", {field}={value}" if value != default else ""
     details += f", {updates}" if updates else ""
 

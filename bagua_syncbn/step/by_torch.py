@@ -16,8 +16,6 @@ from ..threads import this_thread
 from ..torch_internals.autograd import is_transforming
 from .call import Call, Masking, Normalization, apply_epilogue
 
-_DEFAULTS = Options()[2:-1]  # without eps, momentum and the activation
-
 # Above these sizes, native kernels save more time than their five Python calls cost; see docs/benchmarks.md.
 # F.batch_norm is fast for channels_last until its outputs exceed the caches.
 _WORTHWHILE_PLANAR = 2**17
@@ -32,7 +30,8 @@ def suits_torch(call: Call, options: Options) -> bool:
     in bfloat16, outputs are off by several units in the last place.
     """
     input, buffers = call.input, call.buffers
-    if options.momentum is None or options[2:-1] != _DEFAULTS or call.accumulate is not None:
+    supported = Options(options.eps, options.momentum, activation=options.activation)
+    if options.momentum is None or options != supported or call.accumulate is not None:
         return False
     is_recorded = _is_recorded(input)
     if (options.activation is not None or call.residual is not None) and not is_recorded:
