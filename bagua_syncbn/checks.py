@@ -1,6 +1,5 @@
 """Checks of a call, before this rank waits for other ranks."""
 
-import sys
 from math import inf
 from numbers import Real
 from typing import Any, TypeVar
@@ -14,6 +13,7 @@ from .groups import spec_of
 from .names import name_of
 from .options import Options, Tensors
 from .torch_internals.autograd import is_exporting
+from .torch_internals.modules import defined_in
 
 _Error = TypeVar("_Error", bound=Exception)
 
@@ -143,8 +143,7 @@ def _check_is_local(name: str, tensor: Tensor, input: Tensor) -> None:
 
 def is_distributed(tensor: Tensor) -> bool:
     """Returns whether ``tensor`` is a DTensor. Does not import torch.distributed.tensor, which takes a second."""
-    tensors = sys.modules.get("torch.distributed.tensor")  # not imported until someone creates a DTensor
-    return tensors is not None and isinstance(tensor, tensors.DTensor)
+    return isinstance(tensor, defined_in("torch.distributed.tensor", "DTensor"))
 
 
 def check_tracer(process_group: Any) -> None:

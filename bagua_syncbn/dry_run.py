@@ -15,6 +15,7 @@ from .checks import check_callable
 from .groups import LOCAL, spec_of
 from .models import check_module
 from .sync_batchnorm import SyncBatchNorm
+from .torch_internals.modules import defined_in
 
 # Module attributes that are restored. forward_sync_buffers is torch 2.13's name of broadcast_buffers.
 _STATE = "training", "_sync_state", "broadcast_buffers", "forward_sync_buffers"
@@ -33,12 +34,12 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     fixed = {buffer for part in parts if isinstance(part, torch.jit.ScriptModule) for buffer in part.buffers()}
     saved = [(part, dict(part._buffers)) for part in parts if not isinstance(part, torch.jit.ScriptModule)]
     copies = {buffer: buffer.detach().clone() for buffer in model.buffers()}
-    numpy = sys.modules.get("numpy.random")  # None if NumPy was not imported
+    numpy_state = defined_in("numpy.random", "get_state")
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(cuda))
         stack.callback(random.setstate, random.getstate())
-        if numpy is not None:
-            stack.callback(numpy.set_state, numpy.get_state())
+        if numpy_state:
+            stack.callback(defined_in("numpy.random", "set_state"), numpy_state())
         if "torch._dynamo" in sys.modules:  # else, nothing is compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         try:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..groups import Communicator, RankGroup
 from ..groups.spec import Rule, members_by, rank_and_size
+from ..torch_internals.modules import defined_in
 from .torch_engine import running_job
 
 
@@ -86,8 +87,7 @@ def installed_version() -> str | None:
 
 def default_group() -> Any:
     """Returns Bagua's default group, or None before ``bagua.torch_api.init_process_group()``."""
-    communication = _communication()
-    return communication._default_pg if communication is not None else None
+    return getattr(_communication(), "_default_pg", None)  # another thread may be importing Bagua
 
 
 def is_running() -> bool:
@@ -102,8 +102,7 @@ def is_data_parallel(module: nn.Module) -> bool:
 
 def is_process_group(process_group: object) -> bool:
     """Returns whether ``process_group`` is a BaguaProcessGroup. Raises RuntimeError if Bagua is not initialized."""
-    communication = _communication()
-    if communication is None or not isinstance(process_group, communication.BaguaProcessGroup):
+    if not isinstance(process_group, defined_in("bagua.torch_api.communication", "BaguaProcessGroup")):
         return False
     if default_group() is None:
         raise RuntimeError("process_group: Bagua does not run yet; call bagua.torch_api.init_process_group() first")

@@ -1,7 +1,6 @@
 """Classes of layers after and before conversion."""
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -15,6 +14,7 @@ from ..sync_batchnorm import (
     SyncBatchNorm2d,
     SyncBatchNorm3d,
 )
+from ..torch_internals.modules import defined_in
 from .own_forward import ObservedSyncBatchNorm, observed_forward
 
 _OWN: dict[type[nn.Module], type[SyncBatchNorm]] = {
@@ -99,8 +99,7 @@ def _after(cls: Any) -> Callable[..., Any]:
 
 def _is_on_top(cls: type) -> bool:
     is_parametrized = getattr(vars(cls).get("__getstate__"), "__module__", None) == parametrize.__name__
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported yet
-    is_sharded = fsdp is not None and cls.__bases__[0] is fsdp.FSDPModule
+    is_sharded = cls.__bases__[0] is defined_in("torch.distributed.fsdp", "FSDPModule")
     return is_parametrized or is_sharded or "_derived_from" in vars(cls)
 
 

@@ -17,6 +17,14 @@ pytree: Any = _pytree
 device_index: Callable[..., int] = _get_device_index
 
 
+def defined_in(module: str, name: str) -> Any:
+    """Returns ``name`` of ``module``; (), of which nothing is an instance, until the module has been imported.
+
+    Another thread may be importing the module. Nothing is an instance of a class that the module has not defined yet.
+    """
+    return getattr(sys.modules.get(module), name, ())
+
+
 def composable_replicate() -> Any:
     """Returns torch's module for in-place data parallelism, which a function of the same name shadows."""
     return import_module("torch.distributed._composable.replicate")
@@ -24,16 +32,13 @@ def composable_replicate() -> Any:
 
 def is_replicated_in_place(module: torch.nn.Module) -> bool:
     """Returns whether torch has made ``module`` data parallel in place."""
-    composable = sys.modules.get("torch.distributed._composable.replicate")  # not imported if never used
-    return composable is not None and isinstance(module, composable.DDP)
+    return isinstance(module, defined_in("torch.distributed._composable.replicate", "DDP"))
 
 
 def forget_compiled_code(module: torch.nn.Module) -> None:
     """Makes the next call of a compiled model recompile it with the current layers."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # imported only by compilation: takes a second
-    if dynamo is not None and any(
-        part._compiled_call_impl is not None or isinstance(part, dynamo.OptimizedModule) for part in module.modules()
-    ):
+    wrapper = defined_in("torch._dynamo.eval_frame", "OptimizedModule")  # imported only by compilation: takes a second
+    if any(part._compiled_call_impl is not None or isinstance(part, wrapper) for part in module.modules()):
         # torch's guards detect changed layers, but torch.compile options can turn guards off.
         torch.compiler.reset()
 

@@ -3,7 +3,9 @@
 import copy
 import pickle
 import re
+import sys
 from functools import partial
+from types import ModuleType
 
 import pytest
 import torch
@@ -20,13 +22,17 @@ from bagua_syncbn import (
     SyncBatchNorm3d,
     conversion_report,
     convert_sync_batchnorm,
+    freeze_statistics,
     fuse_activations,
+    recalibrate_statistics,
     recompute_outputs,
     register_converter,
     revert_sync_batchnorm,
+    unfreeze_statistics,
     with_bagua,
 )
 from bagua_syncbn.communicators import LOCAL
+from bagua_syncbn.models import is_data_parallel
 from tests.helpers.user_layers import BatchNormReLU, Doubled
 
 
@@ -162,6 +168,31 @@ def test_conversion_recompiles_a_compiled_model(in_place):
         assert change(compiled) is compiled
         compiled(torch.full((4, 1), torch.inf))
         assert model[0].running_mean.item() == mean
+
+
+class Labeled(torch.Tensor):
+    pass
+
+
+def test_changes_of_a_model_do_not_need_modules_that_another_thread_is_importing(monkeypatch):
+    for name in (
+        "torch._dynamo.eval_frame",
+        "torch.distributed._composable.replicate",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor",
+        "bagua.torch_api.communication",
+        "numpy.random",
+    ):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))  # in sys.modules, but still without its names
+    model = nn.Sequential(nn.BatchNorm2d(3))
+    for change in (convert_sync_batchnorm, freeze_statistics, unfreeze_statistics, revert_sync_batchnorm):
+        assert change(model) is model
+    recalibrate_statistics(convert_sync_batchnorm(model), [torch.randn(4, 3, 2, 2)])
+    assert not is_data_parallel(model)
+    parametrize.register_parametrization(model[0], "weight", nn.Identity())
+    assert type(convert_sync_batchnorm(model)(torch.randn(4, 3, 2, 2).as_subclass(Labeled))) is Labeled
+    with pytest.raises(TypeError, match="process_group: expected None"):
+        convert_sync_batchnorm(model, object())
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
