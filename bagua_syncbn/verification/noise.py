@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, sqrt
+from numbers import Integral
 from typing import Any, TypeAlias
 from warnings import warn
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..checks import is_distributed
+from ..checks import check_number, is_distributed
 from ..dry_run import batch_loop, dry_run
 from ..masked import is_masked
 from ..sync_batchnorm import SyncBatchNorm
@@ -34,6 +35,7 @@ class LayerNoise:
 
     def at(self, samples: int) -> float:
         """Returns the noise of a batch of ``samples`` samples."""
+        _check_samples(samples)
         return self.of_one_sample / sqrt(samples)
 
 
@@ -50,6 +52,9 @@ class BatchNoise:
     ranks: int
     limit: float
     """The verdict is to synchronize if the noise exceeds this limit."""
+
+    def __post_init__(self) -> None:
+        _check_samples(self.samples)
 
     def at(self, samples: int) -> "BatchNoise":
         """Returns the result for ``samples`` samples per rank."""
@@ -115,10 +120,12 @@ def measure_batch_noise(
         process_group: the ranks that take part, as for :func:`sync_group`; None for the whole job.
 
     Raises:
-        TypeError: ``module`` is not a module, ``batches`` not an iterable of batches, or ``forward`` not callable;
-            ``process_group`` has an unsupported type.
-        ValueError: no layer is in training mode; a layer gets fewer than two samples, a mask or a DTensor;
-            both ``device`` and ``forward`` are given.
+        TypeError: ``module`` is not a module, ``batches`` not an iterable of batches, ``forward`` not callable,
+            ``samples`` not an int, ``limit`` not a number, or ``device`` not a device; ``process_group`` has an
+            unsupported type.
+        ValueError: ``samples`` is below 1; ``limit`` is negative or not finite; no layer is in training mode; a layer
+            gets fewer than two samples, a mask or a DTensor; both ``device`` and ``forward`` are given;
+            ``process_group`` does not fit the job.
         RuntimeError: another rank raised.
 
     It warns if a layer has never updated its running statistics.
@@ -130,6 +137,7 @@ def measure_batch_noise(
         at 2 samples per rank, batch noise is 52% of the standard deviation in '8': synchronize; above 5% in 3 of 3 ...
     """
     ranks = Peers("measure_batch_noise", process_group)
+    ranks.run("the check of arguments", lambda: _check(samples, limit))
     by_rank = ranks.gather(ranks.run("the batches", lambda: _observe(module, batches, forward, device)))
     names = dict.fromkeys(name for own in by_rank for name in own)
     found = {name: [input for own in by_rank for input in own.get(name, [])] for name in names}
@@ -137,7 +145,22 @@ def measure_batch_noise(
         raise ValueError("batches: expected a non-empty batch on some rank, got none that reaches a layer")
     largest = max(len(features) for inputs in found.values() for features, *_ in inputs)
     layers = tuple(_noise(name, inputs) for name, inputs in found.items())
-    return BatchNoise(layers, samples or largest, ranks.size, limit)
+    return BatchNoise(layers, largest if samples is None else samples, ranks.size, limit)
+
+
+def _check(samples: Any, limit: Any) -> None:
+    if samples is not None:
+        _check_samples(samples)
+    check_number("limit", limit)
+    if not 0 <= limit < inf:
+        raise ValueError(f"limit: expected a finite number of at least 0, got {limit}")
+
+
+def _check_samples(samples: Any) -> None:
+    if not isinstance(samples, Integral) or isinstance(samples, bool):
+        raise TypeError(f"samples: expected an int, got {type(samples).__name__}")
+    if samples < 1:
+        raise ValueError(f"samples: expected at least 1, got {samples}")
 
 
 # Each sample's means of values and of squared values (N, C, 2); positions and eps as in the formula.

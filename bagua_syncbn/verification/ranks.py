@@ -21,8 +21,8 @@ class Peers:
 
     def __init__(self, caller: str, process_group: Any) -> None:
         self._caller = caller
+        self._group = torch_group_of(spec_of(process_group))
         in_job = dist.is_available() and dist.is_initialized()
-        self._group = torch_group_of(spec_of(process_group)) if in_job else None
         self.size = dist.get_world_size(self._group) if in_job else 1
         self.rank = dist.get_rank(self._group) if in_job else 0
 

@@ -114,6 +114,25 @@ def test_invalid_arguments_raise():
     ):
         with pytest.raises(error, match=match):
             measure_batch_noise(*arguments)
+    for error, match, options in (
+        (ValueError, "samples: expected at least 1, got -3", {"samples": -3}),
+        (ValueError, "samples: expected at least 1, got 0", {"samples": 0}),
+        (TypeError, "samples: expected an int, got float", {"samples": 2.5}),
+        (TypeError, "samples: expected an int, got bool", {"samples": True}),
+        (ValueError, "limit: expected a finite number of at least 0, got -0.1", {"limit": -0.1}),
+        (ValueError, "limit: expected a finite number of at least 0, got nan", {"limit": torch.nan}),
+        (TypeError, "limit: expected a number, got str", {"limit": "5%"}),
+        (TypeError, "forward: expected a function", {"forward": 3}),
+        (TypeError, "device: expected a torch.device, its name or number, or None, got float", {"device": 0.5}),
+        (TypeError, "process_group: expected None", {"process_group": "hosts"}),
+    ):
+        with pytest.raises(error, match=match):
+            measure_batch_noise(layer(), x, **options)
+    noise = measure_batch_noise(layer(), x, limit=0)
+    for measured in (noise, noise.layers[0]):
+        for samples in (0, -3):
+            with pytest.raises(ValueError, match="samples: expected at least 1"):
+                measured.at(samples)
     masked = convert_sync_batchnorm(layer())
     with (
         bagua_syncbn.masked(masked, torch.ones(4, 1, 2, dtype=torch.bool)),
