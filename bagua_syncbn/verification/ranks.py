@@ -47,8 +47,9 @@ class Peers:
         return result  # pyrefly: ignore[unbound-name]
 
     def gather(self, value: _T) -> list[_T]:
-        """Returns the ``value`` of each rank, with tensors on CPU."""
-        value = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), value)
+        """Returns the ``value`` of each rank, with tensors on CPU, as leaves that require a gradient as before."""
+        copied = lambda tensor: tensor.detach().cpu().clone().requires_grad_(tensor.requires_grad)  # noqa: E731
+        value = pytree.tree_map_only(Tensor, copied, value)
         gathered = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(gathered, value, group=self._group)

@@ -137,9 +137,13 @@ def _run(model: nn.Module, batch: Any, loss: Loss, weight: float = 1.0) -> Step:
     try:
         with torch.enable_grad():
             with register_module_forward_pre_hook(lambda part, _: called.add(part)):
-                value = loss(model, batch) * weight
+                value = loss(model, batch)
             if called.isdisjoint(model.modules()):
                 raise ignores_copy
+            if not isinstance(value, Tensor) or value.numel() != 1:
+                got = f"size {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                raise TypeError(f"loss: expected a function that returns a scalar tensor, got {got}")
+            value = value * weight
             value.backward()
     except Exception as error:
         for layer in model.modules():
@@ -184,6 +188,6 @@ def _in_float64(batch: Any, like: Any) -> Any:
 
     def convert(tensor: Tensor) -> Tensor:
         dtype = torch.float64 if tensor.is_floating_point() else tensor.dtype
-        return tensor.detach().to(next(devices), dtype, copy=True)
+        return tensor.detach().to(next(devices), dtype, copy=True).requires_grad_(tensor.requires_grad)
 
     return pytree.tree_map_only(Tensor, convert, batch)

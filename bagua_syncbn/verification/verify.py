@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..checks import check_callable
 from ..dry_run import unchanged
 from ..models import check_module, is_data_parallel
 from .causes import causes_of
@@ -65,7 +66,8 @@ def verify_synchronization(
     Args:
         model: in training mode, with or without DistributedDataParallel. Call this function before ``fully_shard`` and
             :func:`with_bagua`, because the model is copied.
-        batch: the batch of this rank: tensors in nested tuples, lists and dicts.
+        batch: the batch of this rank: tensors in nested tuples, lists and dicts. Copies of tensors that require a
+            gradient also do.
         loss: called with an unwrapped copy of the model and a batch; returns a scalar tensor. It must call this copy,
             and may communicate only through :func:`mean_over_ranks`.
         process_group: the ranks that take part, as for :func:`sync_group`; None for the whole job.
@@ -79,7 +81,8 @@ def verify_synchronization(
         more. A note is added if no wrapper averages gradients.
 
     Raises:
-        TypeError: ``model`` is not a module; ``process_group`` has an unsupported type.
+        TypeError: ``model`` is not a module; ``loss`` or ``merge`` is not callable; ``loss`` does not return a scalar
+            tensor; ``process_group`` has an unsupported type.
         ValueError: ``model`` is in evaluation mode; ``loss`` does not call its first argument; batches cannot be
             merged.
         RuntimeError: another rank raised; the model cannot be copied.
@@ -91,9 +94,9 @@ def verify_synchronization(
         2 ranks equal one process: 1 output, 1 loss, 6 gradients, 6 buffers
     """
     ranks = Peers("verify_synchronization", process_group)
-    ranks.run("the check of the model", lambda: _check(model))
+    ranks.run("the check of arguments", lambda: _check(model, loss, merge))
     module = inner_model(model)
-    with unchanged(module), torch.inference_mode(False):
+    with unchanged(module), torch.inference_mode(False), torch.enable_grad():  # the merged batch may require gradients
         found = Comparison(ranks, module, batch, loss)
         # Layers do not communicate here, so no rank waits for a rank that raises.
         found.run_alone("the step on this rank's batch", batch, Twins())
@@ -132,8 +135,11 @@ def inner_model(model: nn.Module) -> nn.Module:
     return model if inner is None else inner_model(inner)
 
 
-def _check(model: Any) -> None:
+def _check(model: Any, loss: Any, merge: Any) -> None:
     check_module(model, "model")
+    if not callable(loss):
+        raise TypeError(f"loss: expected a function of a model and a batch, got {type(loss).__name__}")
+    check_callable("merge", merge, "a function of a list of batches")
     if not model.training:
         raise ValueError("model: expected training mode, got evaluation mode; call model.train() first")
 

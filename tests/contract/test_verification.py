@@ -265,6 +265,42 @@ def test_the_verdict_names_the_difference_and_its_cause(pool, name):
         assert part in line, lines
 
 
+def gradient_penalty(model, x):
+    """A mean over samples with the squared gradients of the inputs, as in WGAN-GP."""
+    output = model(x["x"])
+    (grad,) = torch.autograd.grad(output.sin().sum(), x["x"], create_graph=True)
+    return (output.square().sum(1) + grad.square().sum(1)).mean()
+
+
+def stacked(batches):
+    return {"x": torch.stack([batch["x"] for batch in batches]).flatten(0, 1)}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("merge", [None, stacked])
+@pytest.mark.parametrize("grad_mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_tensors_of_the_batch_require_gradients_as_given(merge, grad_mode):
+    given = {"x": batch()["x"].requires_grad_()}
+    for make, is_equal in ((model, True), (plain, False)):
+        with grad_mode():
+            verdict = verify_synchronization(make(), given, gradient_penalty, merge=merge)
+        assert bool(verdict) is is_equal, verdict
+    assert given["x"].grad is None
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        verify_synchronization(model(), {"x": batch()["x"]}, gradient_penalty)
+
+
+@pytest.mark.parametrize(("loss", "merge", "message"), [
+    (None, None, "loss: expected a function of a model and a batch, got NoneType"),
+    (lambda model, x: model(x).sum().item(), None, "loss: expected a function that returns a scalar tensor, got float"),
+    (lambda model, x: model(x), None, r"loss: expected a function that returns a scalar tensor, got size \[4, 3\]"),
+    (lambda model, x: model(x).sum(), "cat", "merge: expected a function of a list of batches, or None, got str"),
+])  # fmt: skip
+def test_invalid_functions_raise(loss, merge, message):
+    with pytest.raises(TypeError, match=message):
+        verify_synchronization(GLOBAL, torch.randn(4, 3), loss, merge=merge)
+
+
 class Parameters(nn.Module):
     def __init__(self):
         super().__init__()
