@@ -17,6 +17,7 @@ from .reliability.history import history_in
 from .reliability.protocol import RankExchange, sum_with_header
 from .reliability.signatures import CallSignature, exact_bits, word_of
 from .torch_internals.autograd import is_without_data
+from .unsynchronized import warn_at_launch
 
 _NAME = "mean_over_ranks"
 
@@ -61,6 +62,8 @@ def mean_over_ranks(
     Shape:
         - Output: scalar, in the dtype of ``values``; sums are computed in float32 or float64.
 
+    It warns if ``WORLD_SIZE`` is above 1, but no process group was initialized.
+
     Raises:
         TypeError: ``values`` is not a plain floating point tensor, ``mask`` not a bool tensor, or ``count`` not
             a number; ``process_group`` has an unknown type.
@@ -87,6 +90,8 @@ def mean_over_ranks(
         count = count.to(values.device, torch.float64)
         if gradients == "averaged":
             total = total * communicator.size
+    elif not is_compiling():
+        warn_at_launch(f"{_NAME}: the mean is not over ranks", spec, stacklevel=4)
     if isinstance(count, Tensor):
         count = count.detach().reshape(1)
         count = count.where((count >= 0) & (count < math.inf), math.nan)  # the host does not read it

@@ -1,21 +1,42 @@
-"""Warns about a launched job without a process group."""
+"""A launched job without a process group: each process would train and measure alone, without an error."""
 
 import os
 import warnings
+from typing import Any
 
 from .functional import first_call_checks
-from .groups import EVERYONE, LOCAL, spec_of
+from .groups import spec_of
+from .groups.spec import rank_and_size
 from .step.call import Call
 
 
+def missing_group(process_group: Any) -> str:
+    """Returns what is missing if a launcher started several ranks, but ``process_group`` means this one; "" if not."""
+    size, spec = os.environ.get("WORLD_SIZE", "1"), spec_of(process_group)
+    is_launched = size.isdecimal() and int(size) > 1
+    if not is_launched or rank_and_size()[1] > 1 or spec.given_communicator is not None or spec.rule == 1:
+        return ""
+    return (
+        f"WORLD_SIZE is {size}, and no process group of several ranks was initialized; call "
+        "torch.distributed.init_process_group() or bagua.torch_api.init_process_group()"
+    )
+
+
+def check_launch(caller: str, process_group: Any) -> None:
+    """Raises RuntimeError if a launcher started several ranks, but ``caller`` would run in this process only."""
+    missing = missing_group(process_group)
+    if missing:
+        raise RuntimeError(f"{caller}: {missing} first, or pass process_group=1 to use only this process")
+
+
+def warn_at_launch(what: str, process_group: Any, stacklevel: int) -> None:
+    """Warns, with a text that begins with ``what``, if a launcher started several ranks, but training is local."""
+    missing = missing_group(process_group)
+    if missing:
+        warnings.warn(f"{what}: {missing}", stacklevel=stacklevel)
+
+
 @first_call_checks.register
-def _warn_without_group(call: Call) -> bool:
-    size = os.environ.get("WORLD_SIZE", "1")
-    is_launched = call.synchronizes and size.isdecimal() and int(size) > 1
-    if is_launched and spec_of(call.group) is EVERYONE and EVERYONE.communicator_if_ready() is LOCAL:
-        warnings.warn(
-            f"batch normalization is not synchronized: WORLD_SIZE is {size}, and no process group of several ranks was "
-            "initialized; call torch.distributed.init_process_group() or bagua.torch_api.init_process_group()",
-            stacklevel=2,
-        )
+def _check_first_call(call: Call) -> bool:
+    warn_at_launch("batch normalization is not synchronized", call.group, stacklevel=3)
     return True

@@ -16,6 +16,7 @@ from .groups import engines, spec_of
 from .models import check_module, is_data_parallel
 from .sync_batchnorm import SyncBatchNorm
 from .torch_internals.modules import composable_replicate, pytree
+from .unsynchronized import warn_at_launch
 
 engines.register(bagua)
 
@@ -37,7 +38,7 @@ def with_bagua(
     - torch (after ``torch.distributed.init_process_group()``): broadcasts parameters, buffers and optimizer state of
       the group's first rank. Each backward averages the gradients over the group, in overlapping buckets, like
       :class:`~torch.nn.parallel.DistributedDataParallel`.
-    - Without a job: no-op.
+    - Without a job: no-op; it warns if ``WORLD_SIZE`` is above 1.
 
     Synchronized layers of ``module`` that have no group get ``process_group``. Bagua ignores parameters and buffers
     with state dict names in ``module._bagua_params_and_buffers_to_ignore``.
@@ -86,6 +87,7 @@ def with_bagua(
     else:
         _check_algorithm(algorithm)
         if not (dist.is_available() and dist.is_initialized()):
+            warn_at_launch("with_bagua: the model is not data parallel", spec, stacklevel=3)
             return module
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise RuntimeError("module: expected at least one parameter that requires a gradient, got none")

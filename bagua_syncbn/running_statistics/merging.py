@@ -18,6 +18,7 @@ from ..models import check_module
 from ..ops import Moments
 from ..over_ranks import sum_over_ranks
 from ..torch_internals.autograd import is_without_data
+from ..unsynchronized import check_launch
 from .freezing import is_frozen
 
 # Replaces a counter of 0: negligible compared to a batch, but above 0 if no rank has a batch.
@@ -57,8 +58,8 @@ def merge_statistics(module: nn.Module, process_group: Any = None, *, weight: fl
     Raises:
         TypeError: ``module`` is not a module; ``weight`` is not a number; ``process_group`` has an unknown type.
         ValueError: ``weight`` is not finite or not above 0; ``process_group`` does not fit the job.
-        RuntimeError: ranks make different calls, or have different layers; merged statistics are not finite. In these
-            cases, no buffer is updated.
+        RuntimeError: ranks make different calls, or have different layers; merged statistics are not finite;
+            ``WORLD_SIZE`` is above 1, but no process group was initialized. In these cases, no buffer is updated.
 
     It warns if no layer has running statistics, or if :class:`~torch.nn.parallel.DistributedDataParallel` broadcasts
     buffers in forward, so that only rank 0 contributes. It is a no-op outside of jobs and for models on the meta
@@ -89,6 +90,7 @@ def merge_statistics(module: nn.Module, process_group: Any = None, *, weight: fl
         mean, counter = layer.running_mean.double(), layer.num_batches_tracked
         batches = mean.new_ones(1) if counter is None else counter.double().reshape(1).clamp(min=_NO_BATCH)
         own[name] = Moments(mean, layer.running_var.double(), batches * weight)
+    check_launch("merge_statistics", spec)
     communicator = LOCAL if any(is_without_data(each.mean) for each in own.values()) else spec.communicator()
     if communicator.size == 1:
         return

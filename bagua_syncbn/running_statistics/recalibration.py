@@ -15,6 +15,7 @@ from ..names import name_of
 from ..ops import Moments
 from ..over_ranks import sum_over_ranks
 from ..sync_batchnorm import SyncBatchNorm
+from ..unsynchronized import check_launch
 from .accumulation import Accumulation
 from .merging import layers_with_statistics, merged_over_ranks
 
@@ -62,7 +63,8 @@ def recalibrate_statistics(
             ``forward``; a layer with statistics is not synchronized; ``process_group`` has an unknown type.
         ValueError: ``process_group`` does not fit the job; both ``device`` and ``forward`` are given; no rank has a
             batch; a layer gets a single value per channel in a batch.
-        RuntimeError: ranks make different calls, or have different layers; a peer raised; statistics are not finite.
+        RuntimeError: ranks make different calls, or have different layers; a peer raised; statistics are not finite;
+            ``WORLD_SIZE`` is above 1, but no process group was initialized.
 
     A model that communicates in each forward (e.g. after ``fully_shard``) needs equal numbers of batches on all ranks.
 
@@ -77,6 +79,7 @@ def recalibrate_statistics(
     for name, layer in layers.items():
         if not isinstance(layer, SyncBatchNorm):
             raise TypeError(f"module: {name_of(layer, name)} is not synchronized; call convert_sync_batchnorm first")
+    check_launch(_NAME, spec)
     communicator = spec.communicator()
     # An error during the pass reaches only peers that are waiting for a message, so all ranks synchronize first.
     device_of_ranks = next((layer.running_mean.device for layer in layers.values()), torch.device("cpu"))

@@ -126,7 +126,7 @@ def measure_batch_noise(
         ValueError: ``samples`` is below 1; ``limit`` is negative or not finite; no layer is in training mode; a layer
             gets fewer than two samples, a mask or a DTensor; both ``device`` and ``forward`` are given;
             ``process_group`` does not fit the job.
-        RuntimeError: another rank raised.
+        RuntimeError: another rank raised; ``WORLD_SIZE`` is above 1, but no process group was initialized.
 
     It warns if a layer has never updated its running statistics.
 

@@ -12,6 +12,7 @@ from ..checks import is_distributed
 from ..communicators.torch_engine import torch_group_of
 from ..groups import ranks_by_text, spec_of
 from ..torch_internals.modules import pytree
+from ..unsynchronized import check_launch
 
 _T = TypeVar("_T")
 
@@ -22,6 +23,7 @@ class Peers:
     def __init__(self, caller: str, process_group: Any) -> None:
         self._caller = caller
         self._group = torch_group_of(spec_of(process_group))
+        check_launch(caller, process_group)
         in_job = dist.is_available() and dist.is_initialized()
         self.size = dist.get_world_size(self._group) if in_job else 1
         self.rank = dist.get_rank(self._group) if in_job else 0

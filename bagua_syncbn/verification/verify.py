@@ -85,7 +85,8 @@ def verify_synchronization(
             tensor; ``process_group`` has an unsupported type.
         ValueError: ``model`` is in evaluation mode; ``loss`` does not call its first argument; batches cannot be
             merged.
-        RuntimeError: another rank raised; the model cannot be copied.
+        RuntimeError: another rank raised; the model cannot be copied; ``WORLD_SIZE`` is above 1, but no process group
+            was initialized.
 
     Example::
 

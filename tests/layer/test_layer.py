@@ -1,12 +1,27 @@
 """Arguments, state and buffer dtypes of the layer."""
 
+import copy
 import inspect
 import warnings
+from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
-from bagua_syncbn import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, sync_batch_norm
+from bagua_syncbn import (
+    SyncBatchNorm,
+    SyncBatchNorm1d,
+    SyncBatchNorm2d,
+    mean_over_ranks,
+    measure_batch_noise,
+    merge_statistics,
+    recalibrate_statistics,
+    sync_batch_norm,
+    verify_synchronization,
+    with_bagua,
+)
+from bagua_syncbn.communicators import LOCAL
 from tests.helpers.cases import Case, check, run_rank
 from tests.helpers.tolerances import DTYPES
 
@@ -48,14 +63,52 @@ def test_evaluation_accepts_buffers_of_any_dtype(dtype, buffer_dtype):
         check(None, case)
 
 
-def test_launched_ranks_without_a_process_group_warn(monkeypatch):
+@pytest.mark.parametrize("process_group", [None, 2, "node", 1, LOCAL])
+def test_launched_ranks_without_a_process_group_warn(process_group, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    layer, input = SyncBatchNorm1d(3), torch.randn(4, 3)
+    layer, input = SyncBatchNorm1d(3, process_group=process_group), torch.randn(4, 3)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         layer.eval()(input)
         assert not caught
         for _ in range(2):
             layer.train()(input)
-    (warning,) = caught
-    assert "WORLD_SIZE is 2, and no process group of several ranks was initialized" in str(warning.message)
+        mean_over_ranks(input, process_group=process_group)
+        if process_group is not LOCAL:
+            with_bagua(layer, [], process_group=process_group)
+    texts = [str(warning.message) for warning in caught]
+    if process_group in (1, LOCAL):  # only this process, as asked for
+        assert not texts
+        return
+    for begin, text in zip(("batch normalization is", "mean_over_ranks: the", "with_bagua: the"), texts, strict=True):
+        assert text.startswith(f"{begin} ")
+        assert "not" in text
+        assert "WORLD_SIZE is 2, and no process group of several ranks was initialized; call torch.dist" in text
+    assert caught[1].filename == caught[2].filename == __file__
+
+
+MODEL = nn.Sequential(SyncBatchNorm1d(3))
+TOOLS = {
+    "verify_synchronization": partial(verify_synchronization, MODEL, torch.eye(4, 3), lambda model, x: model(x).sum()),
+    "measure_batch_noise": partial(measure_batch_noise, MODEL, [torch.eye(4, 3)]),
+    "recalibrate_statistics": partial(recalibrate_statistics, MODEL, [torch.eye(4, 3)]),
+    "merge_statistics": partial(merge_statistics, MODEL),
+}
+
+
+@pytest.mark.filterwarnings("ignore:measure_batch_noise. layers with untrained")
+@pytest.mark.parametrize("name", TOOLS)
+def test_a_launched_rank_without_a_process_group_does_not_stand_for_all_ranks(name, monkeypatch):
+    before = copy.deepcopy(MODEL.state_dict())
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for process_group in (None, 2, "node"):
+        with pytest.raises(RuntimeError) as error:
+            TOOLS[name](process_group=process_group)
+        begin, _, cure = str(error.value).partition(" initialized; ")
+        assert begin == f"{name}: WORLD_SIZE is 2, and no process group of several ranks was"
+        assert cure.startswith("call torch.distributed.init_process_group()")
+        assert cure.endswith("first, or pass process_group=1 to use only this process")
+    torch.testing.assert_close(MODEL.state_dict(), before)
+    TOOLS[name](process_group=1)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    TOOLS[name]()
