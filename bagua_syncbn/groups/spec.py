@@ -277,7 +277,7 @@ def spec_of(process_group: Any) -> GroupSpec:
         found = engine.rule_and_getter(process_group)
         if found is not None:
             return GroupSpec(*found)
-    if isinstance(process_group, Communicator):
+    if isinstance(process_group, Communicator) and not isinstance(process_group, type):
         return GroupSpec(given_communicator=process_group)
     rule = _rule_of(process_group)
     members_by(rule, *rank_and_size())  # raises if the job has no such ranks
@@ -286,8 +286,13 @@ def spec_of(process_group: Any) -> GroupSpec:
 
 def _rule_of(description: Any) -> Rule:
     """Returns the rule for an int, ``"node"``, lists of ranks or a :class:`RankGroup`."""
-    if isinstance(description, RankGroup):
-        return RankGroup(tuple(sorted(description.ranks)))
+    if isinstance(description, RankGroup) and _is_ranks(description.ranks):
+        ranks = sorted(description.ranks)
+        if not ranks or ranks[0] < 0 or len(set(ranks)) < len(ranks):
+            raise ValueError(
+                f"process_group: expected a RankGroup of at least one rank, none negative or twice, got {description}"
+            )
+        return RankGroup(tuple(ranks))
     if isinstance(description, int) and not isinstance(description, bool):
         if description < 1:
             hint = "; new_group returned -100, because this rank is not in its group" * (description == -100)
@@ -295,11 +300,18 @@ def _rule_of(description: Any) -> Rule:
         return description
     if isinstance(description, str) and description == NODE:
         return NODE
-    if isinstance(description, (list, tuple)) and all(
-        isinstance(ranks, (list, tuple)) and all(type(rank) is int for rank in ranks) for ranks in description
-    ):
+    if isinstance(description, (list, tuple)) and all(map(_is_ranks, description)):
+        ranks = sorted(rank for ranks in description for rank in ranks)
+        if not ranks or not all(description) or ranks != list(range(len(ranks))):
+            expected = "non-empty lists that contain each rank from 0 on exactly once"
+            raise ValueError(f"process_group: expected {expected}, got {description!r:.200}")
         return tuple(map(tuple, description))
     raise TypeError(
         "process_group: expected None, a torch.distributed.ProcessGroup, a BaguaProcessGroup, an int, 'node', a list "
         f"of lists of ranks, a 1-D DeviceMesh or a Communicator, got {description!r:.200}"
     )
+
+
+def _is_ranks(value: Any) -> bool:
+    """Returns whether ``value`` is a list or tuple of ints."""
+    return isinstance(value, (list, tuple)) and all(type(rank) is int for rank in value)

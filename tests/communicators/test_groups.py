@@ -206,6 +206,18 @@ def test_a_mesh_dimension_is_saved_as_its_ranks():
     (2.0, TypeError, "got 2.0"),
     (True, TypeError, "got True"),
     ([0, 1], TypeError, r"a list of lists of ranks, .* got \[0, 1\]"),
+    ([], ValueError, r"each rank from 0 on exactly once, got \[\]"),
+    ([[0, 1], []], ValueError, r"got \[\[0, 1\], \[\]\]"),
+    ([[0, 1], [1]], ValueError, r"got \[\[0, 1\], \[1\]\]"),
+    ([[0], [2]], ValueError, r"got \[\[0\], \[2\]\]"),
+    ([[1, 2]], ValueError, r"got \[\[1, 2\]\]"),
+    ([[0, -1]], ValueError, r"got \[\[0, -1\]\]"),
+    (RankGroup(()), ValueError, "at least one rank, .* got RankGroup"),
+    (RankGroup((1, 1)), ValueError, r"got RankGroup\(ranks=\(1, 1\)\)"),
+    (RankGroup((-1, 0)), ValueError, r"got RankGroup\(ranks=\(-1, 0\)\)"),
+    (RankGroup(("a",)), TypeError, "got RankGroup"),
+    (RankGroup(3), TypeError, "got RankGroup"),
+    (Twin, TypeError, "got <class .*Twin'>"),
     (dist.ProcessGroup, TypeError, r"got <class .*ProcessGroup'>"),
 ], ids=lambda value: str(value)[:20])  # fmt: skip
 def test_invalid_groups_raise_at_construction(process_group, error, message):
