@@ -1,5 +1,6 @@
 """Checks of a call, before this rank waits for other ranks."""
 
+import inspect
 from math import inf
 from numbers import Real
 from typing import Any, TypeVar
@@ -37,10 +38,22 @@ def check_flag(name: str, value: Any) -> None:
         raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
 
 
-def check_callable(name: str, value: Any, expected: str) -> None:
-    """Raises TypeError unless ``value`` (argument ``name``) is None or callable."""
-    if value is not None and not callable(value):
-        raise TypeError(f"{name}: expected {expected}, or None, got {type(value).__name__}")
+def check_callable(name: str, value: Any, *arguments: str) -> None:
+    """Raises TypeError unless ``value`` (argument ``name``) is None or can be called with ``arguments``."""
+    if value is None:
+        return
+    got = type(value).__name__
+    if callable(value):
+        try:
+            signature = inspect.signature(value)
+        except (TypeError, ValueError):  # some builtins have no signature
+            return
+        try:
+            signature.bind(*arguments)
+            return
+        except TypeError:
+            got = f"a {got} with the arguments {signature}"
+    raise TypeError(f"{name}: expected a function {name}({', '.join(arguments)}), or None, got {got}")
 
 
 def check_is_tensor(name: str, value: Any) -> None:

@@ -82,12 +82,12 @@ def batch_loop(module: nn.Module, batches: Iterable[Any], forward: Any, device: 
     If ``forward`` is None, it calls ``module`` with each batch, or with the first item of the batch.
 
     Raises:
-        TypeError: ``module`` is not a module, ``batches`` not an iterable of batches, ``forward`` not callable, or
+        TypeError: ``module`` is not a module, ``batches`` not an iterable of batches, ``forward`` not callable with a batch, or
             ``device`` not a device.
         ValueError: ``device`` is given together with ``forward``.
     """
     check_module(module)
-    check_callable("forward", forward, "a function of a batch")
+    check_callable("forward", forward, "batch")
     if forward is not None and device is not None:
         raise ValueError(f"device: expected None with forward, which gets unchanged batches; got {device!r}")
     if not isinstance(device, (torch.device, str, int, type(None))):

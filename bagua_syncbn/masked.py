@@ -75,8 +75,8 @@ def masked(
         zero_masked: whether outputs are 0 at masked positions, as for :func:`sync_batch_norm`.
 
     Raises:
-        TypeError: ``model`` is not a module, ``mask`` not a tensor, ``rule`` not callable, or ``zero_masked`` not a
-            bool.
+        TypeError: ``model`` is not a module, ``mask`` not a tensor, ``rule`` not callable with a mask and a
+            shape, or ``zero_masked`` not a bool.
 
     A layer raises TypeError if the mask is not bool, and RuntimeError if it does not fit the input and there is no
     rule. It warns if ``model`` has no synchronized layer.
@@ -86,7 +86,7 @@ def masked(
         >>> with bagua_syncbn.masked(model, torch.arange(L) < lengths.view(-1, 1, 1)):
         ...     output = model(features)  # (N, C, L)
     """
-    check_callable("rule", rule, "a function of a mask and a shape")
+    check_callable("rule", rule, "mask", "shape")
     check_flag("zero_masked", zero_masked)
     check_is_tensor("mask", mask)
     given = _ModelMask(mask, rule, zero_masked)

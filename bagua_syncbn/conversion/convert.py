@@ -62,8 +62,8 @@ def convert_sync_batchnorm(
 
     Raises:
         TypeError: ``module`` is not a module, is TorchScript, or contains a batch normalization layer that conversion
-            cannot synchronize; ``process_group`` is of an unknown type; ``filter`` is not callable;
-            ``skip_nonfinite`` is not a bool; a registered converter returns no layer class.
+            cannot synchronize; ``process_group`` is of an unknown type; ``filter`` is not callable with a name and a
+            module; ``skip_nonfinite`` is not a bool; a registered converter returns no layer class.
         ValueError: this rank is not in ``process_group``, or the job does not have these ranks; ``module`` contains a
             PyG layer with ``allow_single_element``.
         RuntimeError: an unsynchronized layer is in a data parallel model; ``process_group`` is a mesh of several

@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..checks import check_callable
 from ..communicators.torch_engine import is_process_group
 from ..sync_batchnorm import SyncBatchNorm
 from .classes import full_name, replacing_class, synchronized_class
@@ -29,7 +30,8 @@ def register_converter(cls: type[nn.Module], converter: Converter | None) -> Non
             instead of a function removes the registration of ``cls``.
 
     Raises:
-        TypeError: ``cls`` is not a class of modules, or is synchronized already.
+        TypeError: ``cls`` is not a class of modules, or is synchronized already; ``converter`` is not a function of a
+            layer.
 
     Example::
 
@@ -40,6 +42,12 @@ def register_converter(cls: type[nn.Module], converter: Converter | None) -> Non
     """
     if not isinstance(cls, type) or not issubclass(cls, nn.Module) or issubclass(cls, SyncBatchNorm):
         raise TypeError(f"cls: expected a subclass of torch.nn.Module, but not of SyncBatchNorm, got {cls!r}")
+    if isinstance(converter, type):
+        name = converter.__name__
+        raise TypeError(
+            f"converter: expected a function of a layer, such as lambda layer: {name}, got the class {name}"
+        )
+    check_callable("converter", converter, "layer")
     if converter is None:
         _converters.pop(cls, None)
     else:

@@ -75,8 +75,8 @@ def conversion_report(module: nn.Module, *, filter: Filter | None = None) -> Con
         :class:`~bagua_syncbn.conversion.report.Finding`.
 
     Raises:
-        TypeError: ``module`` is not a module; ``filter`` is not callable; a registered converter returns no layer
-            class.
+        TypeError: ``module`` is not a module; ``filter`` is not callable with a name and a module; a registered
+            converter returns no layer class.
 
     Example::
 
@@ -87,7 +87,7 @@ def conversion_report(module: nn.Module, *, filter: Filter | None = None) -> Con
         skipped    head.3  InstanceNorm2d: not batch normalization: it normalizes each sample by itself
     """
     check_module(module)
-    check_callable("filter", filter, "a function of a name and a module")
+    check_callable("filter", filter, "name", "module")
     wrapped = {part: outer for outer in module.modules() if is_data_parallel(outer) for part in outer.modules()}
     errors: dict[nn.Module, Exception | None] = {}
 

@@ -33,8 +33,8 @@ def freeze_statistics(module: _Module, filter: Filter | None = None) -> _Module:
         ``module``, the same object.
 
     Raises:
-        TypeError: ``module`` is not a module, or ``filter`` is not callable; a batch normalization layer is not
-            synchronized, or is lazy and uninitialized.
+        TypeError: ``module`` is not a module, or ``filter`` is not callable with a name and a module; a batch
+            normalization layer is not synchronized, or is lazy and uninitialized.
         ValueError: a layer has no running statistics.
 
     After these errors, ``module`` is unchanged. It warns if there is no layer to freeze. ``reset_running_stats`` of a
@@ -80,7 +80,7 @@ def unfreeze_statistics(module: _Module, filter: Filter | None = None) -> _Modul
         ``module``, the same object.
 
     Raises:
-        TypeError: ``module`` is not a module, or ``filter`` is not callable.
+        TypeError: ``module`` is not a module, or ``filter`` is not callable with a name and a module.
     """
     layers = [layer for layer in _layers_of(module, filter) if is_frozen(layer)]
     parents = {child: parent for parent in module.modules() for child in parent.children()}
@@ -99,7 +99,7 @@ def is_frozen(module: nn.Module) -> bool:
 def _layers_of(module: nn.Module, filter: Filter | None) -> dict[Any, list[str]]:
     """Returns the batch normalization layers of ``module`` that ``filter`` does not skip, and all names of each."""
     check_module(module)
-    check_callable("filter", filter, "a function of a name and a module")
+    check_callable("filter", filter, "name", "module")
     return {
         part: names
         for part, names in modules_with_names(module).items()

@@ -67,6 +67,8 @@ def test_filter_selects_by_name_and_layer():
     for use in (convert_sync_batchnorm, conversion_report):
         with pytest.raises(TypeError, match=r"filter: expected a function .* got str"):
             use(model, filter="b")
+        with pytest.raises(TypeError, match=r"filter: expected a function filter\(name, module\).* got .*\(name\)$"):
+            use(model, filter=lambda name: True)
 
 
 def test_the_report_previews_conversion():

@@ -142,6 +142,13 @@ def test_register_converter_checks_its_arguments():
     for cls in (int, "Foreign", SyncBatchNorm2d):
         with pytest.raises(TypeError, match="cls: expected"):
             register_converter(cls, None)
+    for converter, got in (
+        ("SyncForeign", r"\(layer\), or None, got str"),
+        (SyncForeign, "of a layer, such as lambda layer: SyncForeign, got the class SyncForeign"),
+        (lambda: SyncForeign, r"\(layer\), or None, got a function with the arguments \(\)"),
+    ):
+        with pytest.raises(TypeError, match=f"converter: expected a function .*{got}"):
+            register_converter(Foreign, converter)
 
 
 @pytest.mark.usefixtures("registered")

@@ -115,6 +115,13 @@ CALLS = [
     (TypeError, "rule: " + NO_FUNCTION, lambda layer: masked(layer, MASK, rule="a").__enter__()),
     (TypeError, "filter: " + NO_FUNCTION, lambda layer: freeze_statistics(layer, "a")),
     (TypeError, "forward: " + NO_FUNCTION, lambda layer: recalibrate_statistics(layer, [], forward="a")),
+    (TypeError, r"rule: .* rule\(mask, shape\)", lambda layer: masked(layer, MASK, rule=lambda mask: mask).__enter__()),
+    (TypeError, r"filter: .* filter\(name, module\)", lambda layer: freeze_statistics(layer, lambda name: True)),
+    (
+        TypeError,
+        r"forward: .* forward\(batch\), or None, got a function with the arguments \(\)$",
+        lambda layer: recalibrate_statistics(layer, [], forward=lambda: None),
+    ),
     (TypeError, "batches: expected an iterable", lambda layer: recalibrate_statistics(layer, None)),
     (TypeError, "weight: expected a number, got str", lambda layer: merge_statistics(layer, weight="a")),
 ]
