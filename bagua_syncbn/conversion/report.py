@@ -155,10 +155,13 @@ def _resemblance(module: nn.Module) -> str:
         return "not batch normalization: it normalizes each sample by itself"
     name = type(module).__name__.lower()
     has_statistics = {"running_mean", "running_var"} <= module._buffers.keys() | module._parameters.keys()
-    is_named_so = _BATCH_NORM.search(name) and "frozen" not in name and not _holds_batch_norm(module)
-    if is_named_so or (has_statistics and "sync" in name):
+    is_named_so = _BATCH_NORM.search(name) and not _holds_batch_norm(module)
+    is_frozen = "frozen" in name  # by its name, so conversion does not warn
+    if (is_named_so and not is_frozen) or (has_statistics and "sync" in name):
         return FOREIGN
-    return "has running statistics, but is not derived from torch's batch normalization" if has_statistics else ""
+    if has_statistics:
+        return "has running statistics, but is not derived from torch's batch normalization"
+    return "named like frozen batch normalization, but not derived from torch's" if is_named_so else ""
 
 
 def _holds_batch_norm(module: nn.Module) -> bool:

@@ -36,6 +36,10 @@ class FrozenBatchNorm2d(StrangeSyncBN):
     pass
 
 
+class FrozenBatchNorm1d(nn.Module):
+    """Frozen batch normalization by name only."""
+
+
 def choice():
     model = nn.ModuleDict({"a": nn.Sequential(nn.BatchNorm2d(2), nn.InstanceNorm2d(2)), "b": BatchNormReLU(2)})
     model["again"] = model["a"][0]
@@ -144,11 +148,12 @@ def test_conversion_warns_of_layers_that_resemble_batch_normalization():
     model = nn.ModuleDict(
         {"a": nn.BatchNorm2d(2), "b": BatchRenorm1d(), "c": FrozenBatchNorm2d(), "d": StrangeSyncBN()}
     )
+    model["e"] = FrozenBatchNorm1d()
     with conversion_warns("cannot convert BatchRenorm1d 'b', StrangeSyncBN 'd', not derived"):
         convert_sync_batchnorm(model)
     report = conversion_report(model, filter=lambda name, layer: name != "b")
     reasons = [layer.reason[:11] for layer in report.layers]
-    assert reasons == ["synchronize", "left out by", "has running", "not derived"]
+    assert reasons == ["synchronize", "left out by", "has running", "not derived", "named like "]
     with conversion_warns():
         convert_sync_batchnorm(model, filter=lambda name, layer: name not in "bd")
         register_converter(StrangeSyncBN, lambda layer: None)
