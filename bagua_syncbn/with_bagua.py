@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from .communicators import bagua
 from .communicators.torch_engine import torch_group_of
-from .groups import engines, spec_of
+from .groups import engines, spec_of, text_of_argument
 from .models import check_module, is_data_parallel
 from .sync_batchnorm import SyncBatchNorm
 from .torch_internals.modules import composable_replicate, pytree
@@ -73,7 +73,7 @@ def with_bagua(
     """
     check_module(module)
     if not isinstance(optimizers, (list, tuple)) or not all(isinstance(each, Optimizer) for each in optimizers):
-        raise TypeError(f"optimizers: expected a list of torch.optim.Optimizer, got {optimizers!r:.200}")
+        raise TypeError(f"optimizers: expected a list of torch.optim.Optimizer, got {text_of_argument(optimizers)}")
     optimizers = list(optimizers)
     wrapped = next(filter(is_data_parallel, module.modules()), None)
     if wrapped is not None:

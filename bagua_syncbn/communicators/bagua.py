@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..groups import Communicator, RankGroup
+from ..groups import Communicator, RankGroup, text_of_argument
 from ..groups.spec import Rule, members_by, rank_and_size
 from ..torch_internals.modules import defined_in
 from .torch_engine import running_job
@@ -155,7 +155,7 @@ def to_bagua_group(process_group: Any) -> Any:
     if not isinstance(process_group, dist.ProcessGroup):
         raise TypeError(
             "process_group: expected None, a BaguaProcessGroup or a torch.distributed.ProcessGroup in a Bagua job, "
-            f"got {process_group!r:.200}"
+            f"got {text_of_argument(process_group)}"
         )
     return _communication().from_torch_group(process_group)
 

@@ -24,6 +24,11 @@ def rule_and_getter(process_group: Any) -> tuple[Rule, Callable[[], Any] | None]
     """
     group = process_group
     if IS_AVAILABLE and isinstance(group, dist.DeviceMesh):
+        if group.ndim != 1:
+            names = group.mesh_dim_names
+            select = f"mesh[{names[0]!r}]" if names else "mesh.get_group(0)"
+            got = f"{group.ndim} dimensions" + f" {names}" * (names is not None)
+            raise RuntimeError(f"process_group: expected a 1-D DeviceMesh, got {got}; select one, such as {select}")
         group = group.get_group()
     elif not is_process_group(group):
         return None

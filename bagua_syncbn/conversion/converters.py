@@ -8,6 +8,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..checks import check_callable
 from ..communicators.torch_engine import is_process_group
+from ..groups import text_of_argument
 from ..sync_batchnorm import SyncBatchNorm
 from .classes import full_name, replacing_class, synchronized_class
 
@@ -41,7 +42,8 @@ def register_converter(cls: type[nn.Module], converter: Converter | None) -> Non
     docs/switching.md has classes for layers of several packages.
     """
     if not isinstance(cls, type) or not issubclass(cls, nn.Module) or issubclass(cls, SyncBatchNorm):
-        raise TypeError(f"cls: expected a subclass of torch.nn.Module, but not of SyncBatchNorm, got {cls!r}")
+        got = text_of_argument(cls)
+        raise TypeError(f"cls: expected a subclass of torch.nn.Module, but not of SyncBatchNorm, got {got}")
     if isinstance(converter, type):
         name = converter.__name__
         raise TypeError(
@@ -75,7 +77,7 @@ def class_after_conversion(layer: nn.Module) -> type[SyncBatchNorm] | None:
     if not isinstance(target, type) or not issubclass(target, SyncBatchNorm):
         raise TypeError(
             f"converter of {full_name(cls)}: expected it to return a subclass of bagua_syncbn.SyncBatchNorm or None, "
-            f"got {target!r}"
+            f"got {text_of_argument(target)}"
         )
     return replacing_class(cls, target)
 

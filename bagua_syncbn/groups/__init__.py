@@ -2,7 +2,7 @@
 
 from .communicator import LOCAL, Communicator, LocalCommunicator
 from .spec import ALONE, DESTROYED, EVERYONE, FORKED, GroupSpec, RankGroup, engines, replaced_groups, spec_of
-from .texts import ranks_by_text, text_of_ranks
+from .texts import ranks_by_text, text_of_argument, text_of_ranks
 
 __all__ = [
     "ALONE",
@@ -18,5 +18,6 @@ __all__ = [
     "ranks_by_text",
     "replaced_groups",
     "spec_of",
+    "text_of_argument",
     "text_of_ranks",
 ]

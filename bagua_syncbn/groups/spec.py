@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ..registry import Registry
 from ..torch_internals.autograd import untraced
 from .communicator import LOCAL, Communicator
+from .texts import text_of_argument
 
 NODE = "node"
 
@@ -308,7 +309,7 @@ def _rule_of(description: Any) -> Rule:
         return tuple(map(tuple, description))
     raise TypeError(
         "process_group: expected None, a torch.distributed.ProcessGroup, a BaguaProcessGroup, an int, 'node', a list "
-        f"of lists of ranks, a 1-D DeviceMesh or a Communicator, got {description!r:.200}"
+        f"of lists of ranks, a 1-D DeviceMesh or a Communicator, got {text_of_argument(description)}"
     )
 
 

@@ -1,6 +1,7 @@
-"""Ranks in messages, short for any number of ranks."""
+"""Ranks and arguments in messages, short for any number of ranks and any argument."""
 
 from collections.abc import Iterable
+from typing import Any
 
 _MOST = 8  # maximum number of ranks in a text, and of texts in a message
 
@@ -25,3 +26,11 @@ def ranks_by_text(texts: Iterable[tuple[int, str]]) -> list[tuple[str, str]]:
         others = sorted(rank for _, which in groups[_MOST - 1 :] for rank in which)
         groups = [*groups[: _MOST - 1], ("others", others)]
     return [(text_of_ranks(which), text) for text, which in groups]
+
+
+def text_of_argument(value: Any) -> str:
+    """Returns the start of the ``repr`` of ``value``, or its type if that has several lines, like a model's."""
+    if isinstance(value, (list, tuple)) and "\n" in repr(value):
+        return f"[{', '.join(map(text_of_argument, value)):.200}]"
+    text = repr(value)
+    return type(value).__name__ if "\n" in text else text[:200]

@@ -190,8 +190,12 @@ def test_a_mesh_dimension_is_saved_as_its_ranks():
     assert copy.deepcopy(layer).process_group is mesh["local"].get_group()
     assert pickle.loads(pickle.dumps(layer)).process_group == RankGroup((rank // 2 * 2, rank // 2 * 2 + 1))
     assert copy.deepcopy(SyncBatchNorm(1, process_group=init_device_mesh("cpu", (4,)))).process_group is None
-    with pytest.raises(RuntimeError, match="DeviceMesh"):
-        SyncBatchNorm(1, process_group=mesh)
+    for several, hint in (
+        (mesh, r"got 2 dimensions \('node', 'local'\); select one, such as mesh\['node'\]"),
+        (init_device_mesh("cpu", (2, 2)), r"got 2 dimensions; select one, such as mesh\.get_group\(0\)"),
+    ):
+        with pytest.raises(RuntimeError, match=f"^process_group: expected a 1-D DeviceMesh, {hint}"):
+            SyncBatchNorm(1, process_group=several)
 
 
 # Refusals
@@ -218,6 +222,8 @@ def test_a_mesh_dimension_is_saved_as_its_ranks():
     (RankGroup(("a",)), TypeError, "got RankGroup"),
     (RankGroup(3), TypeError, "got RankGroup"),
     (Twin, TypeError, "got <class .*Twin'>"),
+    (nn.Sequential(nn.Linear(1, 1)), TypeError, "got Sequential$"),
+    ([nn.Sequential(nn.Linear(1, 1)), 1], TypeError, r"got \[Sequential, 1\]$"),
     (dist.ProcessGroup, TypeError, r"got <class .*ProcessGroup'>"),
 ], ids=lambda value: str(value)[:20])  # fmt: skip
 def test_invalid_groups_raise_at_construction(process_group, error, message):

@@ -139,8 +139,9 @@ def test_a_registered_converter_is_used_and_undone():
 
 
 def test_register_converter_checks_its_arguments():
-    for cls in (int, "Foreign", SyncBatchNorm2d):
-        with pytest.raises(TypeError, match="cls: expected"):
+    models = nn.Sequential(nn.Linear(1, 1)), "got Sequential$"
+    for cls, got in ((int, "got <class 'int'>"), ("Foreign", ""), (SyncBatchNorm2d, ""), models):
+        with pytest.raises(TypeError, match=f"cls: expected .*{got}"):
             register_converter(cls, None)
     for converter, got in (
         ("SyncForeign", r"\(layer\), or None, got str"),
