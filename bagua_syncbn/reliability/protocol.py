@@ -104,8 +104,9 @@ class RankExchange(Exchange):
         try:
             if unfinished is not None:
                 raise RuntimeError(
-                    f"{unfinished.text} has not finished in this group: another thread is in the call, or an "
-                    "exception interrupted it"
+                    f"sync_batch_norm: the {unfinished.text} has not finished in this group: another thread is in the "
+                    "call, or an exception interrupted it. This group can no longer be used; give each thread a "
+                    "separate group from torch.distributed.new_group()"
                 )
             if number and history.next is not signature:
                 self._agree_on(signature, packed)
@@ -119,7 +120,7 @@ class RankExchange(Exchange):
                 raise
             history.failure = failure
             leave(communicator, failure, error)
-            if not isinstance(error, RuntimeError):
+            if unfinished is not None or not isinstance(error, RuntimeError):
                 raise
             raise RuntimeError(
                 f"sync_batch_norm: collective failed in the {failure}, on rank {communicator.rank} of "

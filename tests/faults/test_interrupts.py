@@ -136,6 +136,7 @@ def test_a_second_thread_in_a_group_raises(way):
             message = call(layers[1])
             assert NAMED.search(message), message
             assert "forward of SyncBatchNorm (5 channels, float32, eps=1e-05, momentum=0.1) has not finished" in message
+            assert message.endswith("give each thread a separate group from torch.distributed.new_group()")
         dist.barrier()
         if is_odd():
             call(layers[0])
