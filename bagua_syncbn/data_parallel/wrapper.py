@@ -12,7 +12,7 @@ from ..conversion import convert_sync_batchnorm
 from ..names import name_of
 from ..sync_batchnorm import SyncBatchNorm, refuse_alone
 from ..threads import this_thread
-from ..torch_internals.modules import device_index, pytree
+from ..torch_internals.modules import device_index, is_compiled_wrapper, pytree
 from .replica_step import Replica
 from .replicas import CallbackContext, Replicas
 
@@ -36,9 +36,9 @@ class DataParallelWithCallback(nn.DataParallel):  # pyrefly: ignore[implicit-any
     If replicas share devices, outputs must be tensors or None, in any nesting.
 
     Forward raises RuntimeError if replicas call different layers, if a model calls itself, or if a layer gets a mask or
-    synchronizes over several ranks. If replicas share devices, it raises ValueError if inputs split into different
-    numbers of chunks, and TypeError for other outputs. If a replica raises, forward raises the same error, and waiting
-    replicas stop.
+    synchronizes over several ranks, and TypeError for models from ``torch.compile(model)``. If replicas share devices,
+    it raises ValueError if inputs split into different numbers of chunks, and TypeError for other outputs. If a replica
+    raises, forward raises the same error, and waiting replicas stop.
 
     Example::
 
@@ -68,6 +68,12 @@ class DataParallelWithCallback(nn.DataParallel):  # pyrefly: ignore[implicit-any
         self.output_device: Any = self.src_device_obj if output_device is None else torch.device(output_device)
 
     def replicate(self, module: _Module, device_ids: Sequence[Any]) -> list[_Module]:
+        for name, part in module.named_modules():
+            if is_compiled_wrapper(part):  # a replica would overwrite the attributes of the original module
+                raise TypeError(
+                    f"module: cannot replicate {name_of(part, name)}, which torch.compile returned; call "
+                    "model.compile() instead of torch.compile(model)"
+                )
         if self._shares_devices:
             replicas = [_replica(module, device, rank) for rank, device in enumerate(device_ids)]
         else:

@@ -43,6 +43,13 @@ def forget_compiled_code(module: torch.nn.Module) -> None:
         torch.compiler.reset()
 
 
+def is_compiled_wrapper(module: torch.nn.Module) -> bool:
+    """Returns whether ``module`` is the wrapper that ``torch.compile`` returns."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # a thread may still be importing it
+    wrapper = getattr(dynamo, "OptimizedModule", None)
+    return wrapper is not None and isinstance(module, wrapper)
+
+
 def check_before_folding(check: Callable[[Any], None]) -> None:
     """Makes ``fuse_conv_bn_eval`` and ``fuse_linear_bn_eval`` call ``check`` with the folded layer.
 

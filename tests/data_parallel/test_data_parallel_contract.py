@@ -142,6 +142,16 @@ def test_compiled_modules_run_uncompiled_as_replicas():
     assert model[0][0].num_batches_tracked == 1
 
 
+def test_wrappers_of_torch_compile_raise_and_keep_the_model():
+    model, batch = nn.Sequential(SynchronizedBatchNorm1d(3)), torch.randn(6, 3)
+    compiled = torch.compile(model, backend="eager")
+    for network, name in ((compiled, "OptimizedModule"), (nn.Sequential(compiled), "OptimizedModule '0'")):
+        message = f"module: cannot replicate {name}, .* call model.compile\\(\\) instead of torch.compile\\(model\\)"
+        with pytest.raises(TypeError, match=message):
+            parallel(network, "cpu", 2)(batch)
+    torch.testing.assert_close(parallel(model, "cpu", 2)(batch), nn.BatchNorm1d(3)(batch))
+
+
 def test_replicas_cannot_synchronize_over_ranks():
     layer = SynchronizedBatchNorm1d(3)
     layer.process_group = Twin()
