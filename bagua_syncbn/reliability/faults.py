@@ -70,7 +70,7 @@ def check_ranks() -> None:
     such calls. Does not detect mismatched compiled calls, but their results are NaN.
 
     Raises:
-        RuntimeError: ranks made different calls, which the error names.
+        RuntimeError: ranks made different calls, which the error names; or torch cannot wait for this device.
 
     Example::
 
@@ -78,7 +78,15 @@ def check_ranks() -> None:
     """
     records = list(_records)
     if torch.accelerator.is_available() and not all(record.is_checked_at_once for record in records):
-        torch.accelerator.synchronize()
+        try:
+            torch.accelerator.synchronize()
+        except RuntimeError as error:
+            if type(error) is not RuntimeError:  # an error of the device itself
+                raise
+            raise RuntimeError(
+                f"check_ranks: cannot wait for the device {torch.accelerator.current_accelerator()}, so its last calls "
+                f"were not checked: {error}. A later call of a layer raises if ranks have made different calls"
+            ) from error
     for record in records:
         record.raise_if_found()
 

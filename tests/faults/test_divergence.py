@@ -4,7 +4,7 @@ import copy
 import re
 from contextlib import nullcontext
 from functools import partial
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -417,3 +417,13 @@ def test_a_record_of_any_device_made_in_any_mode_is_checked(mode):
     ops.batch_norm_gather_stats(rows, None, None, None, None, 1e-5, record.tensor)
     with pytest.raises(RuntimeError, match=DIFFER):
         bagua_syncbn.check_ranks()
+
+
+def test_check_ranks_says_if_torch_cannot_wait_for_a_device():
+    record = faults.FaultRecord("privateuseone", ())
+    raised = RuntimeError("Backend doesn't support synchronizing all streams on device.")
+    device = {"is_available": lambda: True, "current_accelerator": lambda: torch.device("privateuseone")}
+    found = pytest.raises(RuntimeError, match=r"^check_ranks: cannot wait for the device privateuseone, .* Backend")
+    with patch.multiple(torch.accelerator, **device, synchronize=Mock(side_effect=raised)), found:
+        bagua_syncbn.check_ranks()
+    del record  # alive until here, so that there is a device to wait for
