@@ -20,6 +20,7 @@ from .layer_state import LayerState
 from .ops import activation_of
 from .options import NO_MASK, GivenMask, Options
 from .step.call import Call
+from .torch_internals.modules import is_name_for_tracer
 
 
 class BatchNorm(_BatchNorm):
@@ -201,6 +202,14 @@ class SyncBatchNorm(_BatchNorm):
         group = "" if self._sync_state.group is EVERYONE else f", process_group={self._sync_state.group}"
         frozen = "" if self._sync_state.frozen_mode is None else ", statistics frozen"
         return f"{super().extra_repr()}{eps_mode}{skip}{act}{group}{frozen}"
+
+    def _get_name(self) -> str:
+        if is_name_for_tracer():
+            raise TypeError(
+                f"torch.fx: cannot trace {type(self).__name__} itself; trace a model that contains it, such as "
+                "nn.Sequential(layer), where it becomes one node"
+            )
+        return super()._get_name()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)

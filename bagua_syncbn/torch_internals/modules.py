@@ -1,12 +1,14 @@
 """Modules: compiled, replicated, folded; and hooks for saved tensors."""
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 import torch
+from torch import fx
 from torch._utils import _get_device_index
 from torch.nn.utils import fusion
 from torch.utils import _pytree
@@ -48,6 +50,14 @@ def is_compiled_wrapper(module: torch.nn.Module) -> bool:
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # a thread may still be importing it
     wrapper = getattr(dynamo, "OptimizedModule", None)
     return wrapper is not None and isinstance(module, wrapper)
+
+
+_TRACE = inspect.unwrap(fx.Tracer.trace).__code__  # torch._dynamo wraps this method
+
+
+def is_name_for_tracer() -> bool:
+    """Returns whether torch.fx called the caller: it asks a module for its name if it traces this module itself."""
+    return sys._getframe(2).f_code is _TRACE
 
 
 def check_before_folding(check: Callable[[Any], None]) -> None:

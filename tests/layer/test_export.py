@@ -97,6 +97,15 @@ def test_symbolic_traces_keep_layers_as_leaves(training):
     torch.testing.assert_close(traced.state_dict(), twin.state_dict())
 
 
+@pytest.mark.parametrize("layer", [nn.BatchNorm2d(4), Activated(4)])
+def test_tracing_a_layer_itself_raises(layer):
+    convert_sync_batchnorm(layer)
+    message = rf"torch\.fx: cannot trace {type(layer).__name__} itself; trace a model .* nn\.Sequential\(layer\)"
+    with pytest.raises(TypeError, match=message):
+        torch.fx.symbolic_trace(layer)
+    assert repr(layer).startswith(type(layer).__name__)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_quantization_aware_training_converts_last():
     model = fuse_modules_qat(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()), ["0", "1", "2"])
