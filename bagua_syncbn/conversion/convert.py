@@ -29,6 +29,9 @@ from .report import FOREIGN, conversion_report
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
+# Attributes for options that torch's layers do not have, and their defaults.
+_DEFAULTS = {"fused_activation": None, "eps_mode": "plus", "skip_nonfinite": False}
+
 undo_hooks: Registry[Callable[[nn.Module], None]] = Registry()
 """Called with the model before revert changes classes; each undoes a change by another part of the package."""
 
@@ -111,7 +114,7 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
     Layers created as :class:`SyncBatchNorm1d`, ``2d`` or ``3d`` become :class:`torch.nn.BatchNorm1d`, ``2d`` or ``3d``,
     and layers created as :class:`SyncBatchNorm` become :class:`~bagua_syncbn.sync_batchnorm.BatchNorm`. A former
     :class:`torch.nn.SyncBatchNorm` gets the old process group back. :func:`recompute_outputs` and
-    :func:`fuse_activations` are undone.
+    :func:`fuse_activations` are undone, and ``skip_nonfinite`` is removed.
 
     Args:
         module: the model, which may be a copy or loaded from a file.
@@ -136,6 +139,9 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
             cls = class_before_conversion(type(layer))
             _check_can_revert(layer, cls)
             vars(layer).pop("_sync_state", None)
+            for name in _DEFAULTS.keys() & vars(layer).keys():
+                if not hasattr(cls, name):
+                    del vars(layer)[name]
             if "group_before" in vars(layer):
                 held = vars(layer).pop("group_before")
                 vars(layer)["process_group"] = group_before(held) if isinstance(held, GroupSpec) else held
@@ -151,9 +157,9 @@ def _check_can_revert(layer: SyncBatchNorm, cls: type[nn.Module]) -> None:
     """
     if layer._sync_state.frozen_mode is not None:
         raise ValueError(f"module: cannot revert frozen {name_of(layer)}; call unfreeze_statistics first")
-    for name, default in (("fused_activation", None), ("eps_mode", "plus")):
+    for name, default in _DEFAULTS.items():
         value = vars(layer).get(name, default)
-        if value != default and not hasattr(cls, name):
+        if value != default and name != "skip_nonfinite" and not hasattr(cls, name):
             raise ValueError(
                 f"module: cannot revert {name_of(layer)} to {full_name(cls)}, which has no {name}={value!r}; set "
                 f"{name} to {default!r}, and move its computation elsewhere in the model"

@@ -208,6 +208,31 @@ def test_scripting_a_converted_model_raises():
     assert isinstance(layer, SyncBatchNorm)
 
 
+@pytest.mark.parametrize("given", ["by conversion", "at construction", "later"])
+def test_options_end_with_revert(given):
+    """The next conversion uses the defaults, and the layer has no attribute that torch's layer lacks."""
+    skips = {"skip_nonfinite": True}
+    layer = SyncBatchNorm2d(2, **skips) if given == "at construction" else nn.BatchNorm2d(2)
+    convert_sync_batchnorm(layer, **(skips if given == "by conversion" else {}))
+    if given == "later":
+        layer.skip_nonfinite = True
+        layer.eps_mode, layer.fused_activation = "plus", None
+    assert "skip_nonfinite=True" in repr(layer)
+    assert vars(revert_sync_batchnorm(layer)).keys() == vars(nn.BatchNorm2d(2)).keys()
+    assert not convert_sync_batchnorm(layer).skip_nonfinite
+
+
+class Skipping(nn.BatchNorm2d):
+    skip_nonfinite = True
+
+
+def test_revert_keeps_options_of_the_original_class():
+    layer = Skipping(2)
+    layer.skip_nonfinite = False
+    assert not revert_sync_batchnorm(convert_sync_batchnorm(layer)).skip_nonfinite
+    assert Skipping(2).skip_nonfinite
+
+
 # Parametrizations
 
 
