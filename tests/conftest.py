@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bagua_syncbn.ops import native
 from tests.helpers.emulated import CSRC, build_library, find_headers, load_library
 from tests.helpers.large_groups import LargeGroups
 from tests.helpers.workers import WorkerPool, forget_compilations
@@ -75,6 +76,15 @@ def library():
 def reset_state():
     torch.manual_seed(0)
     forget_compilations()
+
+
+def pytest_sessionstart():
+    """Refuses to test plain torch unless it is requested: otherwise, no test of the kernels would run."""
+    if native.KERNELS == "reference" != native.WANTED:
+        raise pytest.UsageError(
+            f"bagua_syncbn in {Path(native.__file__).parents[1]} has no native kernels; run `make test`, or build them: "
+            "`pip install -e .`. To test plain torch, set BAGUA_SYNCBN_KERNELS=reference"
+        )
 
 
 def pytest_generate_tests(metafunc):

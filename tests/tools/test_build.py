@@ -255,6 +255,21 @@ def test_an_import_without_kernels_warns_with_a_remedy(tmp_path, recwarn, reason
     assert not warning or re.search(warning, messages[0])
 
 
+@pytest.mark.parametrize(("kernels", "code", "printed"), [
+    ("native", 4, "ERROR: bagua_syncbn in .* has no native kernels; run `make test`"),
+    ("reference", 0, "tests/layer/test_house.py: [1-9]"),
+])  # fmt: skip
+def test_tests_without_kernels_run_only_on_request(tmp_path, kernels, code, printed):
+    for name in ("tests", "benchmarks", "bagua_syncbn"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so", "build_info.json"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "tests/layer/test_house.py"]
+    environment = os.environ | {"BAGUA_SYNCBN_KERNELS": kernels}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == code, done.stdout
+    assert re.search(printed, done.stdout + done.stderr)
+
+
 # Hides modules and functions that Windows (or macOS) lacks, after torch is imported.
 ELSEWHERE = """
 import os, signal, sys, torch
