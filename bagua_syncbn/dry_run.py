@@ -82,8 +82,8 @@ def batch_loop(module: nn.Module, batches: Iterable[Any], forward: Any, device: 
     If ``forward`` is None, it calls ``module`` with each batch, or with the first item of the batch.
 
     Raises:
-        TypeError: ``module`` is not a module, ``batches`` not an iterable of batches, ``forward`` not callable with a batch, or
-            ``device`` not a device.
+        TypeError: ``module`` is not a module, ``batches`` not an iterable of batches, ``forward`` not callable with
+            a batch, or ``device`` not a device.
         ValueError: ``device`` is given together with ``forward``.
     """
     check_module(module)

@@ -58,9 +58,9 @@ def recalibrate_statistics(
         process_group: the ranks that make the call, as for :func:`sync_batch_norm`; None for the whole job.
 
     Raises:
-        TypeError: ``module`` is not a module; ``batches`` is a tensor, or not iterable; ``forward`` is not callable with a batch;
-            ``device`` is not a device; a batch is not a tensor and does not begin with a tensor, and there is no
-            ``forward``; a layer with statistics is not synchronized; ``process_group`` has an unknown type.
+        TypeError: ``module`` is not a module; ``batches`` is a tensor, or not iterable; ``forward`` is not callable
+            with a batch; ``device`` is not a device; a batch is not a tensor and does not begin with a tensor, and
+            there is no ``forward``; a layer with statistics is not synchronized; ``process_group`` has an unknown type.
         ValueError: ``process_group`` does not fit the job; both ``device`` and ``forward`` are given; no rank has a
             batch; a layer gets a single value per channel in a batch.
         RuntimeError: ranks make different calls, or have different layers; a peer raised; statistics are not finite;
