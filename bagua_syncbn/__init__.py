@@ -12,7 +12,6 @@ import sys as _sys
 from . import cuda as _cuda  # noqa: F401  # compares the kernels of a CUDA device at their first use
 from . import sharded as _sharded  # noqa: F401  # computes calls with DTensors
 from . import unsynchronized as _unsynchronized  # noqa: F401  # warns about launched jobs without a group
-from .communicators import hosts as _hosts  # noqa: F401  # exchanges through shared memory
 from .conversion import (
     conversion_report,
     convert_sync_batchnorm,

@@ -5,7 +5,6 @@ Ctrl-C, or a rank that leaves the group, interrupts the host's wait for a CPU co
 
 import os
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -16,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..groups import DESTROYED
-from ..registry import Registry
 from ..torch_internals import process_groups
 
 IS_AVAILABLE = dist.is_available()
@@ -69,7 +67,6 @@ class TorchCommunicator:
     code stores only the group's name.
     """
 
-    begins = True  # whether messages can be started without waiting for peers
     __slots__ = ("__weakref__", "_group", "name", "rank", "size")
 
     def __init__(self, group: Any) -> None:
@@ -140,13 +137,6 @@ class TorchCommunicator:
 
     def __deepcopy__(self, memo: Any) -> "TorchCommunicator":
         return self
-
-
-transports: Registry[Callable[[Any, Any], TorchCommunicator | None]] = Registry()
-"""Factories of communicators, called on all ranks with a new group and its :class:`Meeting`.
-
-A factory returns None for a group that it does not support.
-"""
 
 
 def _finish(work: Any, group: Any, packed: Tensor) -> None:

@@ -1,11 +1,9 @@
 """Jobs of torch.distributed, whose ranks create groups and agree on descriptions."""
 
 import hashlib
-import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -13,10 +11,9 @@ from weakref import WeakKeyDictionary, ref
 from ..groups import LOCAL, RankGroup, text_of_ranks
 from ..groups.spec import NODE, Ranks, Rule, description_of, members_by, text_of
 from ..torch_internals import process_groups
-from .c10d import TorchCommunicator, end_with, transports
-from .meeting import Meeting
-
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+from .c10d import TorchCommunicator, end_with
+from .meeting import Meeting, host_name
+from .shared import layers_communicator
 
 
 class Job:
@@ -108,8 +105,7 @@ class Job:
         group = process_groups.make_group(ranks, model, store, f"{name}:{meeting.attempt}", self._device)
         if given is not None:
             end_with(given, group)
-        found = (transport(group, meeting) for transport in transports) if user == "layers" else ()
-        return next(filter(None, found), None) or TorchCommunicator(group)
+        return layers_communicator(group, meeting) if user == "layers" else TorchCommunicator(group)
 
     def users_group(self, rule: Rule) -> Any:
         """Returns a group for the user: the default group if it has the same ranks, else a new one.
@@ -125,8 +121,3 @@ class Job:
             store = store.clone()  # threads may share the store, but a connection serves one thread at a time
         timeout = self._timeout if limit is None else min(limit, self._timeout)
         return Meeting(store, name, self.rank, ranks, timeout, what)
-
-
-def host_name() -> tuple[str, str]:
-    """Returns host name and boot ID; machines started from the same image may share a name."""
-    return socket.gethostname(), _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""

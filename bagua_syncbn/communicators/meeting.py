@@ -2,10 +2,12 @@
 
 import json
 import logging
+import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -13,6 +15,8 @@ import torch.distributed as dist
 from ..groups import text_of_ranks
 
 _log = logging.getLogger("bagua_syncbn")
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _CAUSES = (
     "Likely causes: a rank ended, raised an error, runs different code, or has no such layers (call sync_group on all "
@@ -98,3 +102,8 @@ class Meeting:
                 self.store.compare_set("left", "", f"rank {self._rank} left with {kind.__name__}")
         if isinstance(error, RuntimeError):
             raise RuntimeError(f"first use of {self._what} failed: {error}") from error
+
+
+def host_name() -> tuple[str, str]:
+    """Returns host name and boot ID; machines started from the same image may share a name."""
+    return socket.gethostname(), _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""

@@ -6,11 +6,11 @@ message size.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import sys
-from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary, finalize
@@ -19,16 +19,19 @@ import torch
 from torch import Tensor
 
 from ..groups import DESTROYED
-from .c10d import AsyncCollective, TorchCommunicator, raise_if_left
-from .meeting import Meeting
+from ..torch_internals.process_groups import is_gloo_on_cpu, timeout_of
+from .c10d import AsyncCollective, TorchCommunicator, leave_through, raise_if_left
+from .meeting import Meeting, host_name
+
+_log = logging.getLogger("bagua_syncbn")
 
 _WANTED = os.environ.get("BAGUA_SYNCBN_EXCHANGE", "shared")
 if _WANTED not in ("shared", "collectives"):
     raise ImportError(f'BAGUA_SYNCBN_EXCHANGE: expected "shared" or "collectives", got {_WANTED!r}')
 
-# As in csrc/exchange/segment.h: kinds of messages, and 64 KiB by dtype.
+# As in csrc/exchange/segment.h: kinds of messages, and 64 KiB by dtype. All ranks agree, compiled or not.
 GATHER, SUM = 0, 1
-MOST_VALUES = {torch.float32: 2**14, torch.float64: 2**13}
+_MOST_VALUES = {torch.float32: 2**14, torch.float64: 2**13}
 
 
 def _through_memory(name: str, kind: int, waits: bool = True) -> Any:
@@ -40,7 +43,7 @@ def _through_memory(name: str, kind: int, waits: bool = True) -> Any:
     collective = getattr(TorchCommunicator, name)
 
     def send(self: Any, packed: Tensor) -> Any:
-        if not packed.is_cpu or packed.numel() > self._most_values[kind].get(packed.dtype, -1):
+        if not packed.is_cpu or packed.numel() > _MOST_VALUES.get(packed.dtype, -1):
             return collective(self, packed)
         if waits and (torch.compiler.is_compiling() or type(packed) is not Tensor):
             return torch.ops.bagua_syncbn.exchange(packed, self.name, self.size, kind == SUM)
@@ -48,8 +51,6 @@ def _through_memory(name: str, kind: int, waits: bool = True) -> Any:
         target = packed if kind == SUM else packed.new_empty((self.size, numel))
         if not waits:
             return self._begin(kind, packed, target)
-        if not self.begins:  # the ranks are on several hosts
-            return self._exchange_over_hosts(kind, packed, target)
         try:
             self._native.exchange(
                 self._segment, kind, packed.data_ptr(), numel, packed.element_size(), target.data_ptr()
@@ -67,8 +68,6 @@ class SharedCommunicator(TorchCommunicator):
     Sums are bitwise equal on all ranks, because each rank adds in rank order. The memory lives as long as the group.
     """
 
-    # Maximum sizes in shared memory, by kind and dtype: equal on all ranks, compiled or not.
-    _most_values: Sequence[dict[torch.dtype, int]] = MOST_VALUES, MOST_VALUES
     __slots__ = ("_begun", "_native", "_segment")
 
     def __init__(self, group: Any, segment: Any) -> None:
@@ -160,6 +159,48 @@ def _exchange_by_name(packed: Tensor, group: str, ranks: int, sums: bool) -> Ten
 _library.impl("exchange", _exchange_by_name, "CPU")
 
 
+def layers_communicator(group: Any, meeting: Meeting) -> TorchCommunicator:
+    """Returns the layers' communicator for a new group, through shared memory if possible. All ranks call this.
+
+    Raises:
+        RuntimeError: a rank did not answer within the group's timeout.
+    """
+    reason, segment = "its CPU messages do not go over gloo", None
+    if is_gloo_on_cpu(group):
+        leave_through(group, meeting.store)
+        reason, segment = _share(group, meeting)
+    way = f"collectives: {reason}" if reason else "shared memory"
+    _log.debug("group %s, rank %d of %d: through %s", group.group_name, group.rank(), group.size(), way)
+    return TorchCommunicator(group) if reason else SharedCommunicator(group, segment)
+
+
+def _share(group: Any, meeting: Meeting) -> tuple[str, Any]:
+    """Maps memory for the ranks of a group.
+
+    Returns:
+        "" and this rank's segment; or the first reason why a rank of the group cannot share memory, and None.
+    """
+    rank, size, own, place, segment = group.rank(), group.size(), problem(), "", None
+    brought = meeting.exchange([own, [] if own else sorted(os.sched_getaffinity(0)), host_name()])
+    reason = _first_problem(row[0] for row in brought)
+    reason = reason or "its ranks are on several hosts" * (len({tuple(host) for *_, host in brought}) > 1)
+    if reason:
+        return reason, None
+    spins = len({core for _, cores, _ in brought for core in cores}) >= size  # each rank has a core
+    name, seconds = f"bagua_syncbn:{secrets.token_hex(16)}", timeout_of(group).total_seconds()
+    for opens in (rank == 0, rank != 0):  # rank 0 creates the memory, then its peers open it
+        try:
+            if opens:
+                segment, place = native_library().map_segment(name, size, seconds, spins, rank, place)
+        except RuntimeError as error:
+            own = str(error)
+        brought = meeting.exchange([own, name, place])
+        reason, (_, name, place) = _first_problem(row[0] for row in brought), brought[0]
+        if reason:
+            return reason, None
+    return "", segment
+
+
 def problem() -> str:
     """Returns the reason that this process cannot use shared memory with any group, or ""."""
     if _WANTED == "collectives":
@@ -169,29 +210,7 @@ def problem() -> str:
     return "" if hasattr(native_library(), "map_segment") else "no native library, or not on Linux"
 
 
-def share(meeting: Meeting, here: Sequence[int], rank: int, seconds: float, spins: bool) -> tuple[str, Any]:
-    """Maps memory for the ranks ``here`` of a group. All ranks of the group call this.
-
-    Returns:
-        "" and this rank's segment; or the first reason why a rank of the group cannot share memory, and None.
-    """
-    name, place, own, segment = f"bagua_syncbn:{secrets.token_hex(16)}", "", "", None
-    members = array("i", here).tobytes()
-    for opens in (rank == here[0], rank != here[0]):  # the first rank creates the memory, then its peers open it
-        try:
-            if opens:
-                local_rank = here.index(rank)
-                segment, place = native_library().map_segment(name, members, seconds, spins, local_rank, place)
-        except RuntimeError as error:
-            own = str(error)
-        brought = meeting.exchange([own, name, place])
-        reason, (_, name, place) = first_problem(row[0] for row in brought), brought[here[0]]
-        if reason:
-            return reason, None
-    return "", segment
-
-
-def first_problem(problems: Iterable[str]) -> str:
+def _first_problem(problems: Iterable[str]) -> str:
     """Returns the first rank's nonempty problem, or ""."""
     return next((f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem), "")
 

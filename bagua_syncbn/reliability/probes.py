@@ -89,7 +89,7 @@ def report_error(process_group: Any, layer: Any, error: Exception) -> None:
         what = f"{type(error).__name__} in {name}, call {history.calls + 1}"
         history.failure = what  # set first, because an interrupt may abort this function
         text = f"{what}: {str(error).removeprefix(f'{name}: ')}"
-        if history.sending is not None or not communicator.begins:  # peers may expect this message or the next
+        if history.sending is not None:  # peers may expect this message or the next
             communicator.leave(f"rank {communicator.rank} has left the group: {text}")
             return
         probe = Probe(history, RAISED, communicator, device)

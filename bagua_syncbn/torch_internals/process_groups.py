@@ -61,14 +61,11 @@ def is_gloo_on_cpu(group: Any) -> bool:
         return False
 
 
-def make_group(
-    ranks: Sequence[int], model: Any, store: Any, name: str, device: Any = None, backend: str | None = None
-) -> Any:
+def make_group(ranks: Sequence[int], model: Any, store: Any, name: str, device: Any = None) -> Any:
     """Creates a group with the backend and timeout of the group ``model``. All ``ranks`` make this call.
 
     Args:
         device: the device that NCCL is bound to in the job, or None.
-        backend: overrides the backend of ``model``.
     """
     c10d: Any = dist.distributed_c10d
     world: Any = dist.group.WORLD
@@ -77,7 +74,7 @@ def make_group(
             len(ranks),
             list(ranks).index(world.rank()),
             list(ranks),
-            backend or backend_and_store(model)[0],
+            backend_and_store(model)[0],
             store,
             name,
             timeout=timeout_of(model),

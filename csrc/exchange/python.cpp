@@ -51,15 +51,6 @@ class ReleasedGil {
   PyThreadState* state_ = nullptr;
 };
 
-// Parses rank numbers from bytes (an int32 array).
-std::vector<int32_t> members_of(PyObject* bytes) {
-  char* data = nullptr;
-  Py_ssize_t size = 0;
-  if (PyBytes_AsStringAndSize(bytes, &data, &size) != 0) throw std::runtime_error("not bytes");
-  const auto* first = reinterpret_cast<const int32_t*>(data);
-  return {first, first + size / sizeof(int32_t)};
-}
-
 // (..., kind, source, numel, itemsize)
 void publish_message(Segment& segment, PyObject* const* arguments) {
   const auto kind = static_cast<int32_t>(integer_of(arguments[1]));
@@ -77,11 +68,11 @@ PyObject* collect_message(Handle& handle, PyObject* target) {
   Py_RETURN_NONE;
 }
 
-// (name, members, seconds, spins, rank, place) -> the segment and its place; only peers of rank 0 need a place.
+// (name, ranks, seconds, spins, rank, place) -> the segment and its place; only peers of rank 0 need a place.
 PyObject* map_segment(PyObject* const* arguments) {
   const Options options{PyFloat_AsDouble(arguments[2]), arguments[3] == Py_True};
   auto handle =
-      std::unique_ptr<Handle>(new Handle{{string_of(arguments[0]), members_of(arguments[1]), options,
+      std::unique_ptr<Handle>(new Handle{{string_of(arguments[0]), static_cast<int>(integer_of(arguments[1])), options,
                                           static_cast<int>(integer_of(arguments[4])), string_of(arguments[5])}});
   const std::string place = handle->segment.place();
   PyObject* capsule = PyCapsule_New(handle.get(), kCapsule, [](PyObject* dying) {

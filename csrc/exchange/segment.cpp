@@ -83,14 +83,13 @@ void add(void* __restrict target, const void* __restrict values, int64_t count) 
 
 }  // namespace
 
-Segment::Segment(std::vector<int32_t> members, Options options, int rank)
-    : members_(std::move(members)), options_(options), rank_(rank), forks_(forks.load()) {}
+Segment::Segment(int ranks, Options options, int rank)
+    : ranks_(ranks), options_(options), rank_(rank), forks_(forks.load()) {}
 
 // Delegates to another constructor, so that the destructor runs if the body throws.
-Segment::Segment(const std::string& name, std::vector<int32_t> members, Options options, int rank,
-                 const std::string& place)
-    : Segment(std::move(members), options, rank) {
-  const size_t bytes = ranks() * sizeof(RankState);
+Segment::Segment(const std::string& name, int ranks, Options options, int rank, const std::string& place)
+    : Segment(ranks, options, rank) {
+  const size_t bytes = ranks * sizeof(RankState);
   if (rank == 0) {
     descriptor_ = memfd_create(name.c_str(), MFD_CLOEXEC);
     check(descriptor_ >= 0, "memfd_create");
@@ -115,7 +114,7 @@ Segment::Segment(const std::string& name, std::vector<int32_t> members, Options 
 Segment::~Segment() {
   if (states_ != nullptr) {
     leave();
-    munmap(states_, ranks() * sizeof(RankState));
+    munmap(states_, ranks_ * sizeof(RankState));
   }
   if (descriptor_ >= 0) close(descriptor_);
 }
@@ -143,7 +142,7 @@ void Segment::publish(const Message& message, const void* payload) {
 bool Segment::poll() const {
   const uint32_t sequence = collected_ + 1;
   Clock::time_point end;
-  for (int rank = 0; rank < ranks(); ++rank) {
+  for (int rank = 0; rank < ranks_; ++rank) {
     const Word& word = states_[rank].slot(sequence).sequence;
     for (int i = 1; word.load(std::memory_order_acquire) != sequence; ++i) {
       if (!options_.spins) return false;
@@ -158,7 +157,7 @@ bool Segment::poll() const {
 void Segment::sleep(const std::function<bool()>& is_interrupted) {
   const uint32_t sequence = collected_ + 1;
   const auto end = Clock::now() + std::chrono::duration<double>(options_.seconds);
-  for (int rank = 0; rank < ranks(); ++rank) {
+  for (int rank = 0; rank < ranks_; ++rank) {
     RankState& peer = states_[rank];
     Slot& slot = peer.slot(sequence);
     const char* problem = nullptr;
@@ -180,20 +179,20 @@ void Segment::sleep(const std::function<bool()>& is_interrupted) {
     }
     if (problem == nullptr) continue;
     leave();
-    throw std::runtime_error("rank " + std::to_string(members_[rank]) + " of the group " + problem);
+    throw std::runtime_error("rank " + std::to_string(rank) + " of the group " + problem);
   }
 }
 
 void Segment::collect(void* target) {
   const uint32_t sequence = ++collected_;
   const Message& own = states_[rank_].slot(sequence).message;
-  for (int rank = 0; rank < ranks(); ++rank) {
+  for (int rank = 0; rank < ranks_; ++rank) {
     if (states_[rank].slot(sequence).message == own) continue;
-    throw std::runtime_error("ranks " + std::to_string(members_[rank]) + " and " + std::to_string(members_[rank_]) +
+    throw std::runtime_error("ranks " + std::to_string(rank) + " and " + std::to_string(rank_) +
                              " sent different messages");
   }
   if (own.numel == 0) return;  // `target` may be null
-  for (int rank = 0; rank < ranks(); ++rank) {
+  for (int rank = 0; rank < ranks_; ++rank) {
     const void* payload = states_[rank].slot(sequence).payload;
     if (own.kind == kSum && rank > 0) {
       (own.itemsize == 4 ? add<float> : add<double>)(target, payload, own.numel);

@@ -15,7 +15,6 @@
 #include <cstdint>
 #include <functional>
 #include <string>
-#include <vector>
 
 namespace bagua_syncbn::exchange {
 
@@ -48,9 +47,9 @@ struct RankState;
 // One rank's view of the shared memory. Not thread-safe. Errors are std::runtime_error.
 class Segment {
  public:
-  // Rank 0 creates the memory; its peers open it at rank 0's `place`, before the first message. `members` are the
-  // ranks' numbers in error messages. `name` is random; peers check it to identify the memory.
-  Segment(const std::string& name, std::vector<int32_t> members, Options options, int rank, const std::string& place);
+  // Rank 0 creates the memory; its peers open it at rank 0's `place`, before the first message. `name` is random;
+  // peers check it to identify the memory.
+  Segment(const std::string& name, int ranks, Options options, int rank, const std::string& place);
   ~Segment();
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
@@ -72,14 +71,14 @@ class Segment {
   // Ends peers' waits for this rank.
   void leave();
 
-  int ranks() const { return static_cast<int>(members_.size()); }
+  int ranks() const { return ranks_; }
   int rank() const { return rank_; }
   bool is_in_child() const;  // in a process forked after construction
 
  private:
-  Segment(std::vector<int32_t> members, Options options, int rank);
+  Segment(int ranks, Options options, int rank);
 
-  const std::vector<int32_t> members_;
+  const int ranks_;
   const Options options_;
   const int rank_;
   const uint32_t forks_;

@@ -14,9 +14,8 @@ from torch import nn
 from bagua_syncbn import SyncBatchNorm1d, convert_sync_batchnorm
 from bagua_syncbn.communicators import RankGroup, meeting
 from bagua_syncbn.communicators.meeting import Meeting
-from tests.exchange.places import needs_shared_memory
 from tests.faults.test_watch import logged
-from tests.helpers.own_groups import WaitingRoom, forget_groups, join, mean_over
+from tests.helpers.own_groups import WaitingRoom, forget_groups, join, mean_over, needs_shared_memory
 
 SECONDS = 5.0  # timeout of a job with a rank that never arrives
 

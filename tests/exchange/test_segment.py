@@ -3,13 +3,13 @@
 import os
 import shutil
 import subprocess
-from array import array
 from pathlib import Path
 
 import pytest
 import torch
 
 from bagua_syncbn.communicators import shared
+from tests.helpers.own_groups import needs_shared_memory
 
 ROOT = Path(__file__).parents[2]
 SOURCES = Path(__file__).with_name("stress.cpp"), ROOT / "csrc" / "exchange" / "segment.cpp"
@@ -58,16 +58,16 @@ def test_there_is_no_data_race(stress, tmp_path):
     assert stress(option, "threads", 3, 300, 3) == (0, "")
 
 
-@pytest.mark.skipif(bool(shared.problem()), reason=shared.problem() or "none")
+@needs_shared_memory
 def test_the_last_message_of_a_rank_that_exits_arrives():
-    native, name, members = shared.native_library(), "bagua_syncbn:test", array("i", range(2)).tobytes()
+    native, name = shared.native_library(), "bagua_syncbn:test"
     own, peers = torch.ones(3), torch.zeros(2, 3)
     message = shared.GATHER, own.data_ptr(), 3, 4
     for _ in range(50):
-        segment, place = native.map_segment(name, members, 60.0, False, 0, "")
+        segment, place = native.map_segment(name, 2, 60.0, False, 0, "")
         child = os.fork()
         if child == 0:
-            native.publish(native.map_segment(name, members, 60.0, False, 1, place)[0], *message)
+            native.publish(native.map_segment(name, 2, 60.0, False, 1, place)[0], *message)
             os._exit(0)
         native.exchange(segment, *message, peers.data_ptr())
         os.waitpid(child, 0)

@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import nn
 
 import bagua_syncbn
-from bagua_syncbn.communicators import TorchCommunicator, shared
+from bagua_syncbn.communicators import TorchCommunicator
 from bagua_syncbn.groups import spec_of
 from tests.faults.programs import message_of, own_group
+from tests.helpers.own_groups import needs_shared_memory
 from tests.helpers.workers import join_job, start_ranks
 
 SECONDS = 300.0  # timeout of the group; peers must detect a death long before it
@@ -87,7 +88,7 @@ def exchange_until_a_death(store: str, rank: int, size: int, how: str, answers: 
             answers.put(f"{type(error).__name__}: {error}")
 
 
-@pytest.mark.skipif(bool(shared.problem()), reason=shared.problem() or "none")
+@needs_shared_memory
 @pytest.mark.parametrize("how", ["killed", "asleep"])
 def test_a_wait_in_compiled_code_ends_promptly_with_the_reason(tmp_path, how):
     ranks, answers = start_ranks(tmp_path / "store", exchange_until_a_death, 2, how)

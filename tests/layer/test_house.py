@@ -16,8 +16,7 @@ PACKAGE = Path(bagua_syncbn.__file__).parent
 # Extras: folders that attach to the core from outside. Training over two ranks needs torch's engine in communicators.
 EXTRAS = [
     "reliability", "cuda", "memory", "data_parallel", "verification", "contrib", "dry_run", "masked", "over_ranks",
-    "running_statistics", "sharded", "vacancy", "with_bagua", "sync_group", "communicators.hosts",
-    "communicators.shared",
+    "running_statistics", "sharded", "vacancy", "with_bagua", "sync_group",
 ]  # fmt: skip
 
 # Folders, and folders that they must not import.
