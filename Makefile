@@ -77,11 +77,9 @@ bench-quick: $(VENV)/installed-bench ## a subset, in two minutes
 
 RESULTS := benchmarks/results
 bench-results: $(VENV)/installed-bench ## measures all results of docs/benchmarks.md; needs a quiet machine
-	$(BIN)/python -m benchmarks --sections ops local --output $(RESULTS)/cpu.json
+	$(BIN)/python -m benchmarks --sections local --output $(RESULTS)/cpu.json
 	$(BIN)/python -m benchmarks --sections local --default-malloc --output $(RESULTS)/cpu-default-malloc.json
 	$(BIN)/python -m benchmarks --sections stored --output $(RESULTS)/stored.json
-	$(BIN)/python -m benchmarks --sections recomputed --output $(RESULTS)/recomputed.json
-	$(BIN)/python -m benchmarks --sections large --output $(RESULTS)/large.json
 	$(BIN)/python -m benchmarks --sections compiled --ranks 2 --seconds 40 --output $(RESULTS)/compiled.json
 	$(BIN)/python -m benchmarks --sections exchange --ranks 2 --output $(RESULTS)/exchange.json
 	$(BIN)/python -m benchmarks --sections layers training --output $(RESULTS)/ranks.json

@@ -2,14 +2,12 @@
 
 import hashlib
 import json
-import statistics
 from pathlib import Path
 
 from matplotlib.ticker import LogLocator, NullLocator, PercentFormatter, StrMethodFormatter
 
 from .batches import layouts
 from .recorded import Results, elements, of_section, quartiles, ratios, where
-from .sections.large import RULES, WIRE_RANKS, messages_of, on_wire
 from .sections.layers import synchronized
 from .svg import COLORS, chart
 
@@ -76,32 +74,7 @@ def stored(results: Results, path: Path, source: str) -> bool:
     return True
 
 
-def large(results: Results, path: Path, source: str) -> bool:
-    """Plots a layer's step time over group size for each rule: measured host time, and computed wire time."""
-    measured = of_section(results, "large")
-    if not measured:
-        return False
-    ranks = [case["group"] for case in measured]
-    note = "microseconds over ranks; solid: measured host time, dotted: calculated message time"
-    with chart(path, "Step time of a layer by group size", note, source, 260, 60) as axes:
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.grid(axis="y")
-        for name, label in reversed(RULES.items()):
-            color = COLORS[_PEERS["torch_sync" if name == "torch" else name][1]]
-            times = [statistics.median(case["microseconds"][name]) for case in measured]
-            axes.plot(ranks, times, "s-", color=color, markersize=5, markeredgewidth=0, linewidth=2, label=label)
-            sizes = [size for size in WIRE_RANKS if size >= ranks[0]]
-            wire = [on_wire(messages_of(results, name, size), size) for size in sizes]
-            axes.plot(sizes, wire, ":", color=color, linewidth=2)
-        axes.set_xticks(ticks := [2, 8, 32, 128, 512, 4096], [f"{tick:,}" for tick in ticks])
-        axes.set_yticks(ticks := [10, 100, 1000, 10000], [f"{tick:,}" for tick in ticks])
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_minor_locator(NullLocator())
-    return True
-
-
-CHARTS = {"peers": peers, "stored": stored, "large": large}
+CHARTS = {"peers": peers, "stored": stored}
 
 
 def draw_all(results: Results, directory: Path) -> list[Path]:

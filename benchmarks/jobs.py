@@ -39,15 +39,12 @@ def _run_rank(rank: int, world_size: int, store: str, job: dict[str, Any], measu
     dist.init_process_group(backend, store, timedelta(minutes=5), world_size, rank)
     torch.manual_seed(rank)
 
-    def send(section: str, case: Case) -> None:
-        if rank == 0:
-            measured.put({"section": section, "ranks": world_size, "device": device.type} | case)
-
-    makers, skipped = peers.find(device)
-    send("peers", {"measured": list(makers), "skipped": skipped})
+    makers = peers.find(device)
     for name in filter(job["sections"].__contains__, sections.ON_RANKS):
         module = sections.ON_RANKS[name]
         for case in module.cases(job, world_size):
-            send(name, module.measure(*case, job, makers, device))
+            found = module.measure(*case, job, makers, device)
+            if rank == 0:
+                measured.put({"section": name, "ranks": world_size, "device": device.type} | found)
     # Skips the regular exit, during which ranks sometimes aborted after fairscale's layer. All results have been sent.
     os._exit(0)

@@ -1,5 +1,6 @@
 """The compared layers."""
 
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import bagua_syncbn
-
-from .recorded import Results, of_section, table
 
 # Makes a layer for this number of channels and input dimensions; may raise ImportError.
 Maker = Callable[[int, int], nn.Module]
@@ -76,13 +75,12 @@ MAKERS: dict[str, Maker] = {
 }
 
 
-def find(device: torch.device) -> tuple[dict[str, Maker], dict[str, str]]:
-    """Trains each layer on a small batch. Returns the layers that work on ``device``, and the errors of all others.
+def find(device: torch.device) -> dict[str, Maker]:
+    """Trains each layer on a small batch. Returns the layers that work on ``device``; rank 0 prints the others' errors.
 
     All ranks of the job must call it.
     """
     makers: dict[str, Maker] = {}
-    skipped: dict[str, str] = {}
     for name, make in MAKERS.items():
         try:
             with warnings.catch_warnings():
@@ -90,20 +88,9 @@ def find(device: torch.device) -> tuple[dict[str, Maker], dict[str, str]]:
                 x = torch.randn(2, 4, 3, 3, device=device, requires_grad=True)
                 torch.autograd.grad(make(4, 4).to(device)(x).square().sum(), x)
         except Exception as error:  # any error means that the layer is skipped
-            text = str(error).strip().splitlines() or [""]
-            skipped[name] = f"{type(error).__name__}: {text[0]}"
+            if dist.get_rank() == 0:
+                first_line = str(error).strip().partition("\n")[0]
+                print(f"skipped {name}: {type(error).__name__}: {first_line}", file=sys.stderr)
         else:
             makers[name] = make
-    return makers, skipped
-
-
-def peers_table(results: Results) -> str:
-    """The peers measured with each number of ranks, and why peers were skipped. torch_sync: torch.nn.SyncBatchNorm."""
-    jobs = of_section(results, "peers")
-
-    def row(name: str) -> list[str]:
-        measured = ", ".join(str(job["ranks"]) for job in jobs if name in job["measured"]) or "none"
-        reasons = sorted({job["skipped"][name] for job in jobs if name in job["skipped"]})
-        return [name, measured, "; ".join(f"`{reason}`" for reason in reasons)]
-
-    return table(["peer", "measured on ranks", "skipped because"], map(row, MAKERS))
+    return makers

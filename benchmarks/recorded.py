@@ -51,18 +51,10 @@ def shape_of(case: Case) -> str:
     return "x".join(map(str, case["shape"]))
 
 
-def input_of(case: Case) -> list[str]:
-    return [shape_of(case), case["layout"], str(case["threads"])]
-
-
 def ratios(case: Case, name: str, other: str, factor: float = 1.0) -> list[float]:
     """Returns the ratio of two functions' times in each round."""
     times = case["microseconds"]
     return [factor * a / b for a, b in zip(times[name], times[other], strict=True)]
-
-
-def milliseconds(case: Case, name: str) -> str:
-    return f"{statistics.median(case['microseconds'][name]) / 1e3:.3g}"
 
 
 def marked(ranks: int, results: Results) -> str:
@@ -94,6 +86,20 @@ def quartiles(values: list[float]) -> tuple[float, float, float]:
 def spread(values: list[float]) -> str:
     low, median, high = quartiles(values)
     return f"{median:.2f} ({min(values):.2f}; {low:.2f}-{high:.2f})"
+
+
+def table_of_ratios(cases: list[Case], base: str) -> str:
+    """Returns a table of the cases, with the ratios of each function's times to those of ``base`` in the same round."""
+    fields = [name for name in ("ranks", "shape", "layout", "dtype", "threads") if any(name in case for case in cases)]
+    names = [name for name in dict.fromkeys(name for case in cases for name in case["microseconds"]) if name != base]
+
+    def row(case: Case) -> list[object]:
+        times = case["microseconds"]
+        shown = [spread(ratios(case, name, base)) if name in times and base in times else "" for name in names]
+        least = f"{min(times[base]) / 1e3:.3g}" if base in times else ""
+        return [*((case | {"shape": shape_of(case)})[field] for field in fields), *shown, least]
+
+    return table([*fields, *(f"{name} / {base}" for name in names), f"{base}, least ms"], map(row, cases))
 
 
 def across_cases(medians: list[float]) -> str:

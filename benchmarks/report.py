@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from .peers import peers_table
 from .recorded import Results
 from .sections import SECTIONS
 
@@ -35,7 +34,7 @@ def machine_line(results: Results) -> str:
 def tables(results: Results) -> dict[str, Callable[[Results], str]]:
     """Returns the tables for which ``results`` has data, in the order of the sections."""
     measured = {case["section"] for case in results["cases"]}
-    found = {"machine": machine_line} | ({"peers": peers_table} if "peers" in measured else {})
+    found = {"machine": machine_line}
     for section in filter(measured.__contains__, SECTIONS):
         found |= SECTIONS[section].TABLES
     return found

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,13 +19,6 @@ _SAMPLE_SECONDS = 2e-4
 _MAX_CALLS = 50
 
 Round = dict[str, float]  # seconds per call, by function
-
-
-class Plan(NamedTuple):
-    """How often to run a workload; equal on all ranks of a job."""
-
-    calls: dict[str, int]  # per sample
-    rounds: int
 
 
 def gather(value: Any) -> list[Any]:
@@ -55,7 +48,7 @@ def host_seconds(function: Function, calls: int) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def run_round(workload: Workload, names: list[str], calls: dict[str, int], timer: Timer = host_seconds) -> Round:
+def run_round(workload: Workload, names: list[str], calls: dict[str, int], timer: Timer) -> Round:
     seconds = {}
     for name in names:
         start_together()
@@ -63,31 +56,15 @@ def run_round(workload: Workload, names: list[str], calls: dict[str, int], timer
     return seconds
 
 
-def plan(workload: Workload, job: dict[str, Any], timer: Timer = host_seconds) -> Plan:
-    """Warms up, and plans rounds that take about the job's time budget, within its limits."""
+def plan(workload: Workload, job: dict[str, Any], timer: Timer) -> tuple[dict[str, int], int]:
+    """Warms up. Returns the calls per sample, and as many rounds as fit the job's time budget, within its limits."""
     names = list(workload)
     for _ in range(2):
         run_round(workload, names, {}, timer)
     seconds = run_round(workload, names, {}, timer)
     calls = {name: max(1, min(_MAX_CALLS, int(_SAMPLE_SECONDS / max(seconds[name], 1e-7)))) for name in names}
     expected = sum(calls[name] * seconds[name] for name in names)
-    return Plan(calls, max(job["least"], min(job["most"], int(job["seconds"] / expected))))
-
-
-def run(workload: Workload, chosen: Plan, timer: Timer = host_seconds) -> list[Round]:
-    """Runs the rounds, with every other round in reverse order, so that a function does not always follow the same
-    function."""
-    names = list(workload)
-    for order in (names, names[::-1]):
-        run_round(workload, order, chosen.calls, timer)
-    return [run_round(workload, names[:: (-1) ** i], chosen.calls, timer) for i in range(chosen.rounds)]
-
-
-def record(ranks: list[list[Round]]) -> dict[str, Any]:
-    """Returns the microseconds of each function in each round, as means over ranks."""
-    rounds = list(zip(*ranks, strict=True))
-    means = {name: [sum(part[name] for part in parts) / len(parts) for parts in rounds] for name in ranks[0][0]}
-    return {"microseconds": {name: [digits(1e6 * seconds) for seconds in means[name]] for name in means}}
+    return calls, max(job["least"], min(job["most"], int(job["seconds"] / expected)))
 
 
 def digits(value: float) -> float:
@@ -95,7 +72,17 @@ def digits(value: float) -> float:
 
 
 def time_workload(workload: Workload, job: dict[str, Any], timer: Timer = host_seconds) -> dict[str, Any]:
-    """Times a workload in this process, or on all ranks of a job. Returns the record."""
-    chosen = gather(plan(workload, job, timer))[0]
+    """Times a workload in this process, or on all ranks of a job.
+
+    Returns the microseconds of each function in each round, as means over ranks. Every other round runs in reverse
+    order, so that a function does not always follow the same function.
+    """
+    calls, rounds = gather(plan(workload, job, timer))[0]  # equal on all ranks
+    orders = list(workload), list(workload)[::-1]
     start_together()
-    return record(gather(run(workload, chosen, timer)))
+    for order in orders:  # warms up
+        run_round(workload, order, calls, timer)
+    ranks = gather([run_round(workload, orders[number % 2], calls, timer) for number in range(rounds)])
+    parts = list(zip(*ranks, strict=True))  # each round's times, by rank
+    means = {name: [sum(part[name] for part in each) / len(each) for each in parts] for name in workload}
+    return {"microseconds": {name: [digits(1e6 * seconds) for seconds in means[name]] for name in means}}

@@ -2,15 +2,12 @@
 
 from typing import Any
 
-from . import compiled, exchange, gpu, host, large, layers, local, ops, recomputed, stored, training
+from . import compiled, exchange, gpu, host, layers, local, stored, training
 
 IN_ONE_PROCESS: dict[str, Any] = {
-    "ops": ops,
     "local": local,
     "host": host,
     "stored": stored,
-    "recomputed": recomputed,
-    "large": large,
     "gpu": gpu,
 }
 ON_RANKS: dict[str, Any] = {"exchange": exchange, "compiled": compiled, "layers": layers, "training": training}

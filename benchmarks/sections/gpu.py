@@ -7,7 +7,6 @@ device's cache before its next turn. On CPU (for testing this file), only our op
 import itertools
 import math
 import tempfile
-from statistics import median
 from typing import Any
 
 import torch
@@ -16,13 +15,12 @@ from torch import Tensor
 from torch.nn.modules._functions import SyncBatchNorm
 
 import bagua_syncbn
-from bagua_syncbn import ops
+from tests.helpers.one_rank import OneRankGroup
 
 from ..batches import Shape, layouts, make_batch
-from ..one_rank import OneRankGroup
-from ..recorded import Case, Results, of_section, shape_of, table
+from ..recorded import Case, Results, of_section, table_of_ratios
 from ..timing import Function, Workload, host_seconds, time_workload
-from .ops import MOVED, copy_ratios
+from .local import make_ops
 
 # A detector (2), ResNet-50 (4), a 3-D U-Net, points, and an input of 1 GB in half precision.
 SHAPES: tuple[Shape, ...] = (
@@ -65,36 +63,6 @@ def device_seconds(function: Function, calls: int) -> float:
     return begin.elapsed_time(end) / 1e3 / calls
 
 
-def make_ops(inputs: list[tuple[Tensor, Tensor]], with_atens: bool) -> Workload:
-    """Returns our five ops, a copy of the input, and ATen's five kernels, called as in torch.nn.SyncBatchNorm."""
-    x, dy = inputs[0]
-    weight, bias = torch.randn(2, x.size(1), device=x.device).unbind()
-    running, batches = (torch.zeros_like(bias), torch.ones_like(bias)), torch.tensor(0, device=x.device)
-    packed = ops.batch_norm_stats(x)[None]
-    mean, invstd, count = ops.batch_norm_gather_stats(packed, None, None, None, _MOMENTUM, _EPS)
-    sums = ops.batch_norm_backward_reduce(dy, x, mean, invstd, weight)[0]
-    factors, wide, narrow, parts = (mean, invstd, weight), count.view(1).float(), count.view(1).int(), sums.chunk(2)
-    gather, copy = torch.batch_norm_gather_stats_with_counts, torch.empty_like(x)
-    calls: dict[str, Any] = {
-        "copy": lambda x, dy: copy.copy_(x),
-        "stats": lambda x, dy: ops.batch_norm_stats(x),
-        "gather_stats": lambda x, dy: ops.batch_norm_gather_stats(packed, *running, batches, _MOMENTUM, _EPS),
-        "elemt": lambda x, dy: ops.batch_norm_elemt(x, weight, bias, mean, invstd),
-        "backward_reduce": lambda x, dy: ops.batch_norm_backward_reduce(dy, x, *factors),
-        "backward_elemt": lambda x, dy: ops.batch_norm_backward_elemt(dy, x, weight, mean, invstd, sums, count),
-    }
-    if with_atens:
-        calls |= {
-            "aten stats": lambda x, dy: torch.batch_norm_stats(x, _EPS),
-            "aten gather_stats": lambda x, dy: gather(x, mean[None], invstd[None], *running, _MOMENTUM, _EPS, wide),
-            "aten elemt": lambda x, dy: torch.batch_norm_elemt(x, weight, bias, mean, invstd, _EPS),
-            "aten backward_reduce": lambda x, dy: torch.batch_norm_backward_reduce(dy, x, *factors, True, True, True),
-            "aten backward_elemt": lambda x, dy: torch.batch_norm_backward_elemt(dy, x, *factors, *parts, narrow),
-        }
-    following = itertools.cycle(inputs)
-    return {name: lambda call=call: call(*next(following)) for name, call in calls.items()}
-
-
 def make_layers(inputs: list[tuple[Tensor, Tensor]], with_torchs: bool) -> Workload:
     """Returns steps of our layer and torch.nn.SyncBatchNorm's function on one rank, both with collectives."""
     device, channels = inputs[0][0].device, inputs[0][0].size(1)
@@ -125,29 +93,19 @@ def measure(shape: Shape, layout: str, dtype: torch.dtype, job: dict[str, Any]) 
     inputs = make_inputs(shape, layout, dtype, device)
     measured = time_workload(make_ops(inputs, on_gpu), job, device_seconds if on_gpu else host_seconds)
     layers = time_workload(make_layers(inputs, on_gpu), job)
-    name = str(dtype).removeprefix("torch.")
-    return {"shape": shape, "layout": layout, "dtype": name, **measured, "layers": layers["microseconds"]}
-
-
-def _together(case: Case, side: str) -> float:
-    return sum(median(case["microseconds"][f"{side}{op}"]) for op in (*MOVED, "gather_stats"))
+    case = {"shape": shape, "layout": layout, "dtype": str(dtype).removeprefix("torch.")}
+    return {**case, **measured, "layers": layers["microseconds"]}
 
 
 def gpu_table(results: Results) -> str:
-    """Time ratios: ops to copying the bytes that they must move, our ops to ATen's, our step to torch's."""
-
-    def row(case: Case) -> list[str]:
-        shown = [median(copy_ratios(case, op)) for op in MOVED]
-        if "aten stats" in case["microseconds"]:
-            layer, torchs = (median(case["layers"][name]) for name in ("layer", "torch layer"))
-            shown += [_together(case, "") / _together(case, "aten "), layer / torchs]
-        size = math.prod(case["shape"]) * getattr(torch, case["dtype"]).itemsize
-        rate = 2 * size / median(case["microseconds"]["copy"]) / 1e3
-        cells = [f"{value:.2f}" for value in shown] + [""] * (len(MOVED) + 2 - len(shown))
-        return [shape_of(case), case["layout"], case["dtype"], *cells, f"{rate:.4g}"]
-
-    header = ["input", "layout", "dtype", *MOVED, "ops / ATen's", "step / torch's", "copy, GB/s"]
-    return table(header, map(row, of_section(results, "gpu")))
+    """Each op over copying the input, on the device: median (minimum; quartiles)."""
+    return table_of_ratios(of_section(results, "gpu"), "copy")
 
 
-TABLES = {"gpu": gpu_table}
+def gpu_layers_table(results: Results) -> str:
+    """Our layer's step over torch's, on host and device: median (minimum; quartiles)."""
+    measured = [case | {"microseconds": case["layers"]} for case in of_section(results, "gpu")]
+    return table_of_ratios(measured, "torch layer")
+
+
+TABLES = {"gpu": gpu_table, "gpu layers": gpu_layers_table}

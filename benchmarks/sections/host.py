@@ -9,10 +9,10 @@ from torch import Tensor
 import bagua_syncbn
 from bagua_syncbn import ops
 from bagua_syncbn.communicators import Communicator
+from tests.helpers.one_rank import Twin
 
 from ..batches import Shape
-from ..one_rank import Twin
-from ..recorded import Case, Results, of_section, ratios, shape_of, spread, table
+from ..recorded import Case, Results, of_section, table_of_ratios
 from ..timing import Workload, time_workload
 
 # Small inputs, so that host time dominates.
@@ -72,17 +72,10 @@ def measure(shape: Shape, job: dict[str, Any]) -> Case:
 
 
 def host_table(results: Results) -> str:
-    """A step with small input, dominated by the host: the layer, and a bare autograd function with the same five ops.
-    Minimum times, and ratios within a round: median (minimum; quartiles).
+    """A step with small input, dominated by the host: the layer over a bare autograd function with the same five ops.
+    Median (minimum; quartiles).
     """
-
-    def row(case: Case) -> list[str]:
-        least = [min(case["microseconds"][name]) for name in ("layer", "bare")]
-        shown = [f"{time:.1f}" for time in least]
-        return [shape_of(case), *shown, f"{least[0] / least[1]:.2f}", spread(ratios(case, "layer", "bare"))]
-
-    header = ["input", "layer, µs", "bare function, µs", "ratio of these", "ratio in a round"]
-    return table(header, map(row, of_section(results, "host")))
+    return table_of_ratios(of_section(results, "host"), "bare")
 
 
 TABLES = {"host": host_table}

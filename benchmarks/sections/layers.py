@@ -12,20 +12,7 @@ from torch import Tensor, nn
 from ..batches import Shape, layouts, make_batch
 from ..machine import thread_counts
 from ..peers import Maker
-from ..recorded import (
-    Case,
-    Results,
-    across_cases,
-    elements,
-    input_of,
-    marked,
-    milliseconds,
-    of_section,
-    ratios,
-    spread,
-    table,
-    where,
-)
+from ..recorded import Case, Results, across_cases, elements, marked, of_section, ratios, table, table_of_ratios, where
 from ..timing import time_workload
 from .training import step_times
 
@@ -126,15 +113,7 @@ def summary_table(results: Results) -> str:
 
 def layers_table(results: Results) -> str:
     """Each peer's step over the unsynchronized layer's step: median (minimum; quartiles)."""
-    peers, _ = synchronized(results)
-
-    def row(case: Case) -> list[str]:
-        shown = [spread(ratios(case, name, "local")) if name in case["microseconds"] else "" for name in peers]
-        times = [milliseconds(case, name) for name in ("ours", "local")]
-        return [marked(case["ranks"], results), *input_of(case), *shown, *times]
-
-    header = ["ranks", "input of each", "layout", "threads each", *(f"{name} / local" for name in peers)]
-    return table([*header, "ours, ms", "local, ms"], map(row, of_section(results, "layers")))
+    return table_of_ratios(of_section(results, "layers"), "local")
 
 
 TABLES = {"layers": layers_table, "headline": headline_table, "summary": summary_table}

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 CHANNELS = 16
@@ -28,24 +27,6 @@ class InvertedResidual(nn.Module):
         y = self.spread(self.expand(x))
         output: Tensor = self.project(y * self.scale(y))
         return output + x if self.is_added else output
-
-
-class CrossStage(nn.Module):
-    """The block of CSP detectors: half of the channels go through residual blocks."""
-
-    def __init__(self, channels: int, blocks: int) -> None:
-        super().__init__()
-        half = channels // 2
-        self.through, self.around = _unit(channels, half, 1), _unit(channels, half, 1)
-        self.blocks = nn.ModuleList(nn.Sequential(_unit(half, half, 1), _unit(half, half, 3)) for _ in range(blocks))
-        self.join = _unit(channels, channels, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.through(x)
-        for block in self.blocks:
-            y = y + block(y)
-        output: Tensor = self.join(torch.cat([y, self.around(x)], 1))
-        return output
 
 
 def _unit(channels: int, out: int, kernel: int, stride: int = 1, groups: int = 1) -> nn.Sequential:
@@ -79,13 +60,6 @@ def _efficientnet_b0() -> nn.Module:
     return nn.Sequential(*layers, _unit(channels, 1280, 1), *_head(1280))
 
 
-def _cross_stages() -> nn.Module:
-    layers: list[nn.Module] = [_unit(3, 32, 3, 2)]
-    for stage, blocks in enumerate((1, 2, 3, 1)):
-        layers += [_unit(32 << stage, 64 << stage, 3, 2), CrossStage(64 << stage, blocks)]
-    return nn.Sequential(*layers, *_head(512))
-
-
 def _monai(name: str, **options: Any) -> nn.Module:
     from monai.networks import nets
 
@@ -113,7 +87,6 @@ NETWORKS = {
     "convolution, norm, SiLU": Network(partial(_chain, nn.SiLU), (CHANNELS, 48, 48)),
     "ResNet-50": Network(partial(_monai, "resnet50", **_RESNET), needs="monai"),
     "EfficientNet-B0": Network(_efficientnet_b0),
-    "CSP blocks with SiLU": Network(_cross_stages),
     "MONAI's BasicUNet": Network(partial(_monai, "BasicUNet", **_BASIC_UNET), (1, 48, 48, 48), 1, "monai"),
     "MONAI's SegResNet": Network(partial(_monai, "SegResNet", **_SEGRESNET), (4, 48, 48, 48), 1, "monai"),
 }

@@ -1,4 +1,4 @@
-"""Section stored: memory that a forward pass stores for backward, and the peak memory of a step.
+"""Section stored: memory that a forward pass stores for backward, peak memory and time of a step.
 
 Peaks come from separate processes for each network and variant:
 
@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,12 @@ from torch.utils._pytree import tree_leaves
 import bagua_syncbn
 
 from .. import machine
-from ..recorded import ROOT, Case, Results, of_section, shape_of, table
+from ..recorded import ROOT, Case, Results, of_section, ratios, shape_of, spread, table
+from ..timing import time_workload
 from .networks import NETWORKS, QUICK
 
 QUICK_SIDE = 48
+TIMED = (*QUICK, "ResNet-50")
 
 
 def _in_place(model: nn.Module, in_place: bool = True) -> nn.Module:
@@ -131,7 +134,10 @@ def measure(name: str, job: dict[str, Any]) -> Case:
     if not models:
         return case
     peaks = {} if job["quick"] else {variant: peak_bytes(name, variant) for variant in VARIANTS}
-    return case | {"bytes": {variant: stored_bytes(model, batch) for variant, model in models.items()}, "peaks": peaks}
+    case |= {"bytes": {variant: stored_bytes(model, batch) for variant, model in models.items()}, "peaks": peaks}
+    if name in TIMED:
+        case |= time_workload({name: partial(step, models[name], batch) for name in ("fused", "recomputed")}, job)
+    return case
 
 
 def stored_table(results: Results) -> str:
@@ -155,7 +161,14 @@ def stored_table(results: Results) -> str:
     return table(header, map(row, of_section(results, "stored")))
 
 
-TABLES = {"stored": stored_table}
+def recomputed_table(results: Results) -> str:
+    """Step time with recomputed outputs over step time with stored outputs: median (minimum; quartiles)."""
+    timed = [case for case in of_section(results, "stored") if "microseconds" in case]
+    rows = ([case["network"], shape_of(case), spread(ratios(case, "recomputed", "fused"))] for case in timed)
+    return table(["network", "batch", "step recomputed / fused"], rows)
+
+
+TABLES = {"stored": stored_table, "recomputed": recomputed_table}
 
 
 if __name__ == "__main__":

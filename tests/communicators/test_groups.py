@@ -20,9 +20,9 @@ from bagua_syncbn.communicators import LOCAL, Communicator, RankGroup, TorchComm
 from bagua_syncbn.communicators.torch_engine import running_job
 from bagua_syncbn.groups import spec_of
 from bagua_syncbn.reliability.history import history_in
-from benchmarks.one_rank import Twin
 from tests.helpers.cases import Case, compare, run_rank
 from tests.helpers.observed import GATHER, collectives
+from tests.helpers.one_rank import Twin
 from tests.helpers.own_groups import check_refused, communicator_of, forget_groups, mean_over
 from tests.helpers.training import through_file
 from tests.helpers.workers import join_job

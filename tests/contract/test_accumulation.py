@@ -17,9 +17,9 @@ from bagua_syncbn.data_parallel import convert_model
 from bagua_syncbn.options import Options
 from bagua_syncbn.running_statistics import accumulation
 from bagua_syncbn.running_statistics.accumulation import Accumulation
-from benchmarks.one_rank import Twin
 from tests.helpers import steps
 from tests.helpers.observed import collectives
+from tests.helpers.one_rank import Twin
 from tests.helpers.replicated import parallel
 from tests.helpers.user_layers import BatchNormAct1d
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from bagua_syncbn.communicators import LOCAL
 from bagua_syncbn.data_parallel import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, convert_model
-from benchmarks.one_rank import Twin
+from tests.helpers.one_rank import Twin
 from tests.helpers.replicated import PLACES, build, draw_step, parallel, run
 from tests.helpers.steps import assert_same_bits, draw
 

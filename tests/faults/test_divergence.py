@@ -16,10 +16,10 @@ import bagua_syncbn
 from bagua_syncbn import ops
 from bagua_syncbn.reliability import faults
 from bagua_syncbn.reliability.history import CallHistory, history_in
-from benchmarks.one_rank import Twin
 from tests.faults.programs import REFUSED, STEP, Program, backward, forward, is_odd, own_group, own_model, set_in
 from tests.helpers.messages import message_of
 from tests.helpers.observed import collectives
+from tests.helpers.one_rank import Twin
 from tests.helpers.replicated import parallel
 
 DIFFER = "ranks made different calls"

@@ -15,9 +15,9 @@ from bagua_syncbn.communicators import TorchCommunicator, torch_engine
 from bagua_syncbn.groups import spec_of
 from bagua_syncbn.reliability.history import history_in
 from bagua_syncbn.torch_internals.nccl import nccl_id, nccl_progress
-from benchmarks.one_rank import OneRankGroup
 from tests.helpers.cases import WAYS, Case, compare, laid_out, run_ranks
 from tests.helpers.large_groups import LargeGroups
+from tests.helpers.one_rank import OneRankGroup
 from tests.helpers.tolerances import DTYPES, assert_close
 from tests.helpers.traced import count, trace
 from tests.helpers.workers import WorkerPool

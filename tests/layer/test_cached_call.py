@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import bagua_syncbn
 from bagua_syncbn import SyncBatchNorm, SyncBatchNorm1d
 from bagua_syncbn.communicators import LOCAL
-from benchmarks.one_rank import Twin
 from tests.helpers.fake_packages import DynamicBatchNorm
+from tests.helpers.one_rank import Twin
 
 CHANNELS, SHAPE = 3, (4, 3, 5)
 MASK = torch.arange(5).view(1, 1, 5) < 3

@@ -22,7 +22,7 @@ from bagua_syncbn import (
     sync_batch_norm,
 )
 from bagua_syncbn.errors import raise_if_out_of_memory
-from benchmarks.one_rank import Twin
+from tests.helpers.one_rank import Twin
 
 NAN = float("nan")
 X = torch.randn(2, 4, 3, 3)

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, masked, sync_batch_norm
 from bagua_syncbn.groups import LOCAL
-from benchmarks.one_rank import Twin
+from tests.helpers.one_rank import Twin
 from tests.helpers.steps import draw, step
 
 N, C, H, W, R = Shard(0), Shard(1), Shard(2), Shard(-1), Replicate()
