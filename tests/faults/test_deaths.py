@@ -33,14 +33,14 @@ def end_process(how, *_):
     raise ValueError("on this rank only")
 
 
-def train_until_a_death(store: str, rank: int, size: int, how: str, answers: Any) -> None:
-    """Trains a rank of a job; the last rank ends in the second step. Peers answer with their errors."""
+def train_until_a_death(store: str, rank: int, size: int, how: str, ending: int, answers: Any) -> None:
+    """Trains a rank of a job; rank ``ending`` ends in the second step. Peers answer with their errors."""
     join_job(store, rank, size, SECONDS)
     middle = nn.Identity()
     model = bagua_syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(4), middle, nn.BatchNorm1d(4)))
     x = torch.randn(3, 4, requires_grad=True)
     model(x).sum().backward()
-    if rank == size - 1:
+    if rank == ending:
         register = middle.register_forward_hook if how == "killed" else middle.register_full_backward_hook
         register(partial(end_process, how))
     try:
@@ -50,19 +50,20 @@ def train_until_a_death(store: str, rank: int, size: int, how: str, answers: Any
         answers.put((str(error), message_of(model, x)))
 
 
-@pytest.mark.parametrize(("how", "layer", "size", "exit_code"), [
-    ("killed", "forward of SyncBatchNorm1d '2'", 2, -signal.SIGKILL),
-    ("exception", "backward of SyncBatchNorm1d '0'", 3, 1),
+@pytest.mark.parametrize(("how", "layer", "size", "ending", "exit_code"), [
+    ("killed", "forward of SyncBatchNorm1d '2'", 2, 1, -signal.SIGKILL),
+    ("killed", "forward of SyncBatchNorm1d '2'", 3, 0, -signal.SIGKILL),  # rank 0 created the shared memory
+    ("exception", "backward of SyncBatchNorm1d '0'", 3, 2, 1),
 ])  # fmt: skip
-def test_peers_of_a_dead_rank_name_their_layer(tmp_path, how, layer, size, exit_code):
-    ranks, answers = start_ranks(tmp_path / "store", train_until_a_death, size, how)
+def test_peers_of_a_dead_rank_name_their_layer(tmp_path, how, layer, size, ending, exit_code):
+    ranks, answers = start_ranks(tmp_path / "store", train_until_a_death, size, how, ending)
     begin = time.monotonic()
     for process in ranks:
         process.join(2 * SECONDS)
         if process.is_alive():
             process.kill()
     assert time.monotonic() - begin < SECONDS
-    assert [process.exitcode for process in ranks] == [0] * (size - 1) + [exit_code]
+    assert [process.exitcode for process in ranks] == [exit_code if rank == ending else 0 for rank in range(size)]
     for _ in range(size - 1):
         message, again = answers.get()
         assert f"sync_batch_norm: collective failed in the {layer}" in message
