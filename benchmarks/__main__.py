@@ -57,18 +57,11 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def make_job(arguments: argparse.Namespace) -> dict[str, Any]:
-    quick = arguments.quick
-    return {
-        "sections": arguments.sections,
-        "ranks": arguments.ranks,
-        "shapes": arguments.shapes or (QUICK_SHAPES if quick else None),
-        "device": arguments.device,
-        "keeps_memory": not arguments.default_malloc,
-        "seconds": arguments.seconds if arguments.seconds is not None else 0.2 if quick else 1.5,
-        "least": 3 if quick else 7,
-        "most": 40,
-        "quick": quick,
-    }
+    """Returns the arguments, with defaults that depend on ``--quick``."""
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    if arguments.quick:
+        return {"shapes": QUICK_SHAPES, "seconds": 0.2, "least": 3, "most": 40} | given
+    return {"shapes": None, "seconds": 1.5, "least": 7, "most": 40} | given
 
 
 def measure_all(job: dict[str, Any]) -> Iterator[Case]:
@@ -93,7 +86,7 @@ def run(job: dict[str, Any]) -> Results:
         "versions": machine.describe_versions(),
         "machine": machine.describe_machine(),
         "settings": {
-            "keeps_memory": job["keeps_memory"],
+            "keeps_memory": not job["default_malloc"],
             "exchange": machine.describe_exchange(),
             "seconds": job["seconds"],
             "minutes": round((time.monotonic() - start) / 60, 1),

@@ -58,7 +58,7 @@ def peers(results: Results, path: Path, source: str) -> bool:
 
 def stored(results: Results, path: Path, source: str) -> bool:
     """Draws the memory stored for backward, relative to torch's layers, for each network."""
-    measured = [case for case in of_section(results, "stored") if "bytes" in case]
+    measured = of_section(results, "stored")
     if not measured:
         return False
     with chart(path, "Stored for the backward pass", where(results), source, 2 * _ROW * len(measured), 160) as axes:

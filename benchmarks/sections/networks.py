@@ -71,7 +71,7 @@ class Network(NamedTuple):
     make: Callable[[], nn.Module]
     sample: tuple[int, ...] = (3, 224, 224)
     batch: int = 4
-    needs: str | None = None  # required package
+    needs: str = "torch"  # required package
 
     def shape(self, most: int | None = None) -> tuple[int, ...]:
         """Returns the shape of a batch of images with at most ``most`` pixels per side."""

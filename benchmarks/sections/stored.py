@@ -114,27 +114,24 @@ def peak_bytes(network: str, variant: str) -> int | None:
 
 
 def cases(job: dict[str, Any]) -> list[tuple[str]]:
-    return [(name,) for name in (QUICK if job["quick"] else NETWORKS)]
+    """Returns the networks whose packages are installed."""
+    return [(name,) for name in (QUICK if job["quick"] else NETWORKS) if find_spec(NETWORKS[name].needs)]
 
 
-def prepare(name: str, quick: bool) -> tuple[Case, Tensor, dict[str, nn.Module]]:
-    """Returns the case, a batch, and the network in each variant; no networks if a package is missing."""
+def prepare(name: str, quick: bool) -> tuple[Tensor, dict[str, nn.Module]]:
+    """Returns a batch, and the network in each variant."""
     network = NETWORKS[name]
-    if network.needs is not None and find_spec(network.needs) is None:
-        missing = f"needs {network.needs}: pip install -e '.[bench]'"
-        return {"network": name, "skipped": missing}, torch.empty(0), {}
     torch.set_num_threads(1)
     batch, model = torch.randn(network.shape(QUICK_SIDE if quick else None)), network.make()
     models = {variant: make(copy.deepcopy(model)) for variant, make in VARIANTS.items()}
-    return {"network": name, "shape": tuple(batch.shape)}, batch, models
+    return batch, models
 
 
 def measure(name: str, job: dict[str, Any]) -> Case:
-    case, batch, models = prepare(name, job["quick"])
-    if not models:
-        return case
+    batch, models = prepare(name, job["quick"])
     peaks = {} if job["quick"] else {variant: peak_bytes(name, variant) for variant in VARIANTS}
-    case |= {"bytes": {variant: stored_bytes(model, batch) for variant, model in models.items()}, "peaks": peaks}
+    stored = {variant: stored_bytes(model, batch) for variant, model in models.items()}
+    case = {"network": name, "shape": tuple(batch.shape), "bytes": stored, "peaks": peaks}
     if name in TIMED:
         case |= time_workload({name: partial(step, models[name], batch) for name in ("fused", "recomputed")}, job)
     return case
@@ -152,8 +149,6 @@ def stored_table(results: Results) -> str:
         return [f"{plain / 2**20:.1f}", *(f"{(other or 0) / plain:.2f}" for other in others)]
 
     def row(case: Case) -> list[str]:
-        if "skipped" in case:
-            return [case["network"], case["skipped"], *[""] * 8]
         return [case["network"], shape_of(case), *shares(case["bytes"]), *shares(case["peaks"])]
 
     variants = ["in place", "fused", "recomputed"]
