@@ -158,7 +158,8 @@ if FORCED not in (None, *LACKS):
     raise SystemExit(f"BAGUA_SYNCBN_BUILD: expected one of {', '.join(LACKS)}, got {FORCED!r}")
 KIND = FORCED or next(kind for kind in reversed(LACKS) if not LACKS[kind])
 if LACKS[KIND]:
-    raise SystemExit(f"BAGUA_SYNCBN_BUILD={KIND} needs {' and '.join(LACKS[KIND])}")
+    hint = "; if torch is installed, activate its environment or pass --no-build-isolation" * (LINUX and not TORCH)
+    raise SystemExit(f"BAGUA_SYNCBN_BUILD={KIND} needs {' and '.join(LACKS[KIND])}{hint}")
 lacks = next(filter(None, LACKS.values()), [])
 REASON = f"BAGUA_SYNCBN_BUILD={KIND}" if FORCED else f"no {' and no '.join(lacks)}" if lacks else "found all tools"
 INFO = {

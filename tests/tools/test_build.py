@@ -88,6 +88,10 @@ def test_an_isolated_build_finds_torch(checkout, tmp_path):
     assert decide(checkout, isolated="yes")[2]["build_torch"] == torch.__version__
     status, _, info = decide(checkout, isolated="yes", python="/nowhere/python", PATH="/nowhere")
     assert (status, info["build_reason"]) == (0, "no torch 2.10 or later and no compiler")
+    nowhere = {"PATH": "/nowhere", "BAGUA_SYNCBN_BUILD": "cpu"}
+    status, output, _ = decide(checkout, isolated="yes", python="/nowhere/python", **nowhere)
+    assert status != 0
+    assert output.endswith("if torch is installed, activate its environment or pass --no-build-isolation\n")
     write_torch(tmp_path, "2.11.0")
     find = f'[ -z "$PYTHONPATH$PYTHONNOUSERSITE" ] && echo {tmp_path}/site/torch/__init__.py'
     isolation = {"PYTHONPATH": "/nowhere", "PYTHONNOUSERSITE": "1", "PATH": f"{tmp_path}/bin:/usr/bin:/bin"}
@@ -241,7 +245,9 @@ def test_a_python_without_the_gil_is_refused():
 
 @pytest.mark.parametrize(("reason", "warning"), [
     (None, "imported from its sources in .*pip install -e [.]$"),
-    ("no torch 2.10 or later", "found no torch 2.10 or later: .*build them in a checkout: pip install -e [.]$"),
+    ("no torch 2.10 or later", "activate its environment or pass --no-build-isolation[.] Once"),
+    ("no torch 2.10 or later and no compiler", "build them in a checkout: pip install -e [.]$"),
+    ("no torch 2.10 or later (found 2.9)", "slower. Once these are installed"),
     ("no compiler", "setup.py found no compiler: "),
     ("BAGUA_SYNCBN_BUILD=python", None),
     ("no Linux", None),  # nothing helps
