@@ -80,10 +80,10 @@ def reset_state():
 
 def pytest_sessionstart():
     """Refuses to test plain torch unless it is requested: otherwise, no test of the kernels would run."""
-    if native.KERNELS == "reference" != native.WANTED:
+    if native.KERNELS == "reference" and native.WANTED != "reference":
         raise pytest.UsageError(
-            f"bagua_syncbn in {Path(native.__file__).parents[1]} has no native kernels; run `make test`, or build them: "
-            "`pip install -e .`. To test plain torch, set BAGUA_SYNCBN_KERNELS=reference"
+            f"bagua_syncbn in {Path(native.__file__).parents[1]} has no native kernels; run `make test`, or build them "
+            "by `pip install -e .`. To test plain torch, set BAGUA_SYNCBN_KERNELS=reference"
         )
 
 

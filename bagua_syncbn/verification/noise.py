@@ -121,8 +121,8 @@ def measure_batch_noise(
 
     Raises:
         TypeError: ``module`` is not a module, ``batches`` not an iterable of batches, ``forward`` not callable with
-            a batch, ``samples`` not an int, ``limit`` not a number, or ``device`` not a device; ``process_group`` has an
-            unsupported type.
+            a batch, ``samples`` not an int, ``limit`` not a number, or ``device`` not a device; ``process_group`` has
+            an unsupported type.
         ValueError: ``samples`` is below 1; ``limit`` is negative or not finite; no layer is in training mode; a layer
             gets fewer than two samples, a mask or a DTensor; both ``device`` and ``forward`` are given;
             ``process_group`` does not fit the job.
