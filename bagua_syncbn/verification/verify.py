@@ -140,7 +140,7 @@ def _check(model: Any, loss: Any, merge: Any) -> None:
     check_module(model, "model")
     if not callable(loss):
         raise TypeError(f"loss: expected a function of a model and a batch, got {type(loss).__name__}")
-    check_callable("merge", merge, "a function of a list of batches")
+    check_callable("merge", merge, "batches")
     if not model.training:
         raise ValueError("model: expected training mode, got evaluation mode; call model.train() first")
 

@@ -294,7 +294,7 @@ def test_tensors_of_the_batch_require_gradients_as_given(merge, grad_mode):
     (None, None, "loss: expected a function of a model and a batch, got NoneType"),
     (lambda model, x: model(x).sum().item(), None, "loss: expected a function that returns a scalar tensor, got float"),
     (lambda model, x: model(x), None, r"loss: expected a function that returns a scalar tensor, got size \[4, 3\]"),
-    (lambda model, x: model(x).sum(), "cat", "merge: expected a function of a list of batches, or None, got str"),
+    (lambda model, x: model(x).sum(), "cat", r"merge: expected a function merge\(batches\), or None, got str"),
 ])  # fmt: skip
 def test_invalid_functions_raise(loss, merge, message):
     with pytest.raises(TypeError, match=message):
