@@ -40,7 +40,7 @@ for size in (2, 4096):  # on the second the native kernels are faster than torch
     optimizer.step()
 assert (model[1].weight - before).abs().min() > 0
 assert model[1].num_batches_tracked == 2
-print(bagua_syncbn.ops.KERNELS)
+print(bagua_syncbn._ops.KERNELS)
 """
 
 

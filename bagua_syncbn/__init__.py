@@ -9,9 +9,10 @@ except ModuleNotFoundError as error:
 
 import sys as _sys
 
-from . import cuda as _cuda  # noqa: F401  # compares the kernels of a CUDA device at their first use
+from . import _cuda  # noqa: F401  # compares the kernels of a CUDA device at their first use
 from . import sharded as _sharded  # noqa: F401  # computes calls with DTensors
 from . import unsynchronized as _unsynchronized  # noqa: F401  # warns about launched jobs without a group
+from ._reliability.faults import check_ranks
 from .conversion import (
     conversion_report,
     convert_sync_batchnorm,
@@ -23,7 +24,6 @@ from .functional import sync_batch_norm
 from .masked import masked
 from .memory import Repeatable, fuse_activations, recompute_outputs
 from .over_ranks import mean_over_ranks
-from .reliability.faults import check_ranks
 from .running_statistics import (
     accumulate_statistics,
     freeze_statistics,

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ._cuda import EXPERIMENTAL, check_kernels, cuda_kernels
+from ._ops import DTYPES, KERNELS
 from .communicators import bagua, shared
-from .cuda import EXPERIMENTAL, check_kernels, cuda_kernels
-from .ops import DTYPES, KERNELS
 from .version import __version__
 
 _BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")

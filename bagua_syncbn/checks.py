@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.jit import is_tracing
 
-from . import ops
-from .groups import spec_of
+from . import _ops as ops
+from ._groups import spec_of
+from ._torch.autograd import is_exporting
+from ._torch.modules import defined_in
 from .names import name_of
 from .options import Options, Tensors
-from .torch_internals.autograd import is_exporting
-from .torch_internals.modules import defined_in
 
 _Error = TypeVar("_Error", bound=Exception)
 
@@ -76,7 +76,7 @@ def check_dimensions(input: Tensor) -> None:
 
 
 def checked_options(options: Options, training: bool) -> Options:
-    """Returns ``options`` with their activation as an :class:`~bagua_syncbn.ops.Activation`.
+    """Returns ``options`` with their activation as an :class:`~bagua_syncbn._ops.Activation`.
 
     Raises:
         TypeError, ValueError: an option is invalid, see :func:`~bagua_syncbn.sync_batch_norm`.

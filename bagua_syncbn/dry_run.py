@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ._groups import LOCAL, spec_of
+from ._torch.modules import defined_in
 from .checks import check_callable
-from .groups import LOCAL, spec_of
 from .models import check_module
 from .sync_batchnorm import SyncBatchNorm
-from .torch_internals.modules import defined_in
 
 # Module attributes that are restored. forward_sync_buffers is torch 2.13's name of broadcast_buffers.
 _STATE = "training", "_sync_state", "broadcast_buffers", "forward_sync_buffers"

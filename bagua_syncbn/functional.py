@@ -10,21 +10,21 @@ from torch import Tensor, nn
 from torch.jit import is_tracing
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from . import ops
+from . import _ops as ops
+from ._groups import ALONE, LOCAL, GroupSpec, spec_of
+from ._step.by_torch import ByTorch, in_evaluation, suits_torch
+from ._step.call import Call, Normalization, Statistics
+from ._step.derivatives import differentiable_batch_norm
+from ._step.exchange import Exchange, exchange_of
+from ._step.normalize import batch_statistics, normalize
+from ._torch.autograd import fake_mode, has_transforms, is_without_data, level_of_duals
 from .checks import check_flag, check_local_count, check_tensors, check_tracer, checked_options, named
 from .errors import notifies_peers
-from .groups import ALONE, LOCAL, GroupSpec, spec_of
 from .layer_state import CallCache, LayerState
 from .masks import masking_of
 from .options import NO_MASK, Options
 from .registry import Registry
-from .step.by_torch import ByTorch, in_evaluation, suits_torch
-from .step.call import Call, Normalization, Statistics
-from .step.derivatives import differentiable_batch_norm
-from .step.exchange import Exchange, exchange_of
-from .step.normalize import batch_statistics, normalize
 from .threads import this_thread
-from .torch_internals.autograd import fake_mode, has_transforms, is_without_data, level_of_duals
 
 _PLAIN_CLASSES = Tensor, nn.Parameter
 

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor
 
-from .groups import EVERYONE, GroupSpec
+from ._groups import EVERYONE, GroupSpec
+from ._step.call import Call
+from ._step.exchange import Exchange
 from .names import Origin
 from .options import Options
-from .step.call import Call
-from .step.exchange import Exchange
 
 # Wraps a layer's calls: called with the next function in the chain (``batch_norm`` is last) and its argument.
 Attachment: TypeAlias = Callable[[Callable[[Call], Tensor], Call], Tensor]

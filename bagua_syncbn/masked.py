@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._step.call import Call, Masking
+from ._torch.autograd import has_transforms
 from .checks import check_callable, check_flag, check_is_tensor
 from .masks import fits, mask_size, masking_of
 from .models import attached
-from .step.call import Call, Masking
 from .sync_batchnorm import SyncBatchNorm
-from .torch_internals.autograd import has_transforms
 
 MaskRule = Callable[[Tensor, torch.Size], Tensor | None]
 

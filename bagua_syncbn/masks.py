@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from ._step.call import Masking
 from .checks import check_flag, check_is_tensor
 from .options import GivenMask
-from .step.call import Masking
 
 
 def masking_of(input: Tensor, given: GivenMask) -> Masking | None:

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ._torch.modules import is_replicated_in_place
 from .communicators import bagua
 from .sync_batchnorm import SyncBatchNorm
-from .torch_internals.modules import is_replicated_in_place
 
 Filter = Callable[[str, nn.Module], bool]
 

@@ -7,16 +7,16 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from . import ops
+from . import _ops as ops
+from ._groups import LOCAL, Communicator, spec_of
+from ._reliability.faults import differ_text
+from ._reliability.history import history_in
+from ._reliability.protocol import RankExchange, sum_with_header
+from ._reliability.signatures import CallSignature, exact_bits, word_of
+from ._torch.autograd import is_without_data
 from .checks import check_is_tensor, check_number, is_distributed
 from .errors import notifies_peers
-from .groups import LOCAL, Communicator, spec_of
 from .masks import check_mask
-from .reliability.faults import differ_text
-from .reliability.history import history_in
-from .reliability.protocol import RankExchange, sum_with_header
-from .reliability.signatures import CallSignature, exact_bits, word_of
-from .torch_internals.autograd import is_without_data
 from .unsynchronized import warn_at_launch
 
 _NAME = "mean_over_ranks"

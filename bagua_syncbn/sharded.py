@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import ops
+from . import _ops as ops
+from ._groups import spec_of
+from ._step.call import Call
 from .checks import check_dimensions, is_distributed
 from .functional import batch_norm, special_inputs
-from .groups import spec_of
-from .step.call import Call
 
 if TYPE_CHECKING:
     import torch.distributed.tensor

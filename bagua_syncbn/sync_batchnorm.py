@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from torch.fx.proxy import Proxy
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from . import ops
+from . import _ops as ops
+from ._groups import ALONE, EVERYONE, spec_of
+from ._ops import activation_of
+from ._step.call import Call
+from ._torch.modules import is_name_for_tracer
 from .checks import check_dimensions, checked_options, named
 from .errors import notifies_peers
 from .functional import batch_norm
-from .groups import ALONE, EVERYONE, spec_of
 from .layer_state import LayerState
-from .ops import activation_of
 from .options import NO_MASK, GivenMask, Options
-from .step.call import Call
-from .torch_internals.modules import is_name_for_tracer
 
 
 class BatchNorm(_BatchNorm):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .step.call import Call
+    from ._step.call import Call
 
 
 class _Thread(threading.local):

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ._groups import engines, spec_of, text_of_argument
+from ._torch.modules import composable_replicate, pytree
 from .communicators import bagua
 from .communicators.torch_engine import torch_group_of
-from .groups import engines, spec_of, text_of_argument
 from .models import check_module, is_data_parallel
 from .sync_batchnorm import SyncBatchNorm
-from .torch_internals.modules import composable_replicate, pytree
 from .unsynchronized import warn_at_launch
 
 engines.register(bagua)

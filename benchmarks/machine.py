@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import bagua_syncbn
-from bagua_syncbn import ops
+from bagua_syncbn import _ops as ops
 from bagua_syncbn.communicators import shared
 
 from .recorded import find_commit

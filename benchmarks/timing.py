@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bagua_syncbn._groups import spec_of
 from bagua_syncbn.communicators.shared import SharedCommunicator
-from bagua_syncbn.groups import spec_of
 
 Function = Callable[[], object]
 Workload = dict[str, Function]

@@ -1,4 +1,4 @@
-// Activations of fused ops, in the order of bagua_syncbn/ops/activations.py.
+// Activations of fused ops, in the order of bagua_syncbn/_ops/activations.py.
 #pragma once
 
 #include <cstdint>

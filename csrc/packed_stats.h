@@ -1,4 +1,4 @@
-// Packs, unpacks and checks messages between ranks. bagua_syncbn/ops/headers.py describes their layout.
+// Packs, unpacks and checks messages between ranks. bagua_syncbn/_ops/headers.py describes their layout.
 #pragma once
 
 #include <cmath>
@@ -94,7 +94,7 @@ BAGUA_SYNCBN_HOST_DEVICE bool is_integer(A value, int64_t max) {
   return static_cast<A>(static_cast<int64_t>(value)) == value;
 }
 
-// Faults that the ops record, see bagua_syncbn/ops/__init__.py.
+// Faults that the ops record, see bagua_syncbn/_ops/__init__.py.
 struct Fault {
   enum Kind : int64_t { kNone, kHeader, kCount, kSum };
   int64_t kind = kNone;

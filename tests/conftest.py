@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bagua_syncbn.ops import native
+from bagua_syncbn._ops import native
 from tests.helpers.emulated import CSRC, build_library, find_headers, load_library
 from tests.helpers.large_groups import LargeGroups
 from tests.helpers.workers import WorkerPool, forget_compilations

@@ -3,7 +3,7 @@
 torch.distributed is the engine of every job unless another engine runs.
 """
 
-from ..groups import LOCAL, Communicator, RankGroup, engines
+from .._groups import LOCAL, Communicator, RankGroup, engines
 from . import torch_engine
 from .c10d import TorchCommunicator
 

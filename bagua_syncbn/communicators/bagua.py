@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..groups import Communicator, RankGroup, text_of_argument
-from ..groups.spec import Rule, members_by, rank_and_size
-from ..torch_internals.modules import defined_in
+from .._groups import Communicator, RankGroup, text_of_argument
+from .._groups.spec import Rule, members_by, rank_and_size
+from .._torch.modules import defined_in
 from .torch_engine import running_job
 
 

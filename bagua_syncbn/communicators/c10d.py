@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..groups import DESTROYED
-from ..torch_internals import process_groups
+from .._groups import DESTROYED
+from .._torch import process_groups
 
 IS_AVAILABLE = dist.is_available()
 

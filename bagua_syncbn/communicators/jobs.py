@@ -8,9 +8,9 @@ from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-from ..groups import LOCAL, RankGroup, text_of_ranks
-from ..groups.spec import NODE, Ranks, Rule, description_of, members_by, text_of
-from ..torch_internals import process_groups
+from .._groups import LOCAL, RankGroup, text_of_ranks
+from .._groups.spec import NODE, Ranks, Rule, description_of, members_by, text_of
+from .._torch import process_groups
 from .c10d import TorchCommunicator, end_with
 from .meeting import Meeting, host_name
 from .shared import layers_communicator

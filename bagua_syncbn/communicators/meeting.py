@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..groups import text_of_ranks
+from .._groups import text_of_ranks
 
 _log = logging.getLogger("bagua_syncbn")
 

@@ -18,8 +18,8 @@ from weakref import WeakValueDictionary, finalize
 import torch
 from torch import Tensor
 
-from ..groups import DESTROYED
-from ..torch_internals.process_groups import is_gloo_on_cpu, timeout_of
+from .._groups import DESTROYED
+from .._torch.process_groups import is_gloo_on_cpu, timeout_of
 from .c10d import AsyncCollective, TorchCommunicator, leave_through, raise_if_left
 from .meeting import Meeting, host_name
 

@@ -7,8 +7,8 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch.distributed as dist
 
-from ..groups import DESTROYED, FORKED, Communicator, GroupSpec, RankGroup
-from ..groups.spec import Rule, is_in_job, world
+from .._groups import DESTROYED, FORKED, Communicator, GroupSpec, RankGroup
+from .._groups.spec import Rule, is_in_job, world
 from .c10d import IS_AVAILABLE, is_alive
 from .jobs import Job
 

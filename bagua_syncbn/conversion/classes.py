@@ -8,13 +8,13 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
+from .._torch.modules import defined_in
 from ..sync_batchnorm import (
     SyncBatchNorm,
     SyncBatchNorm1d,
     SyncBatchNorm2d,
     SyncBatchNorm3d,
 )
-from ..torch_internals.modules import defined_in
 from .own_forward import ObservedSyncBatchNorm, observed_forward
 
 _OWN: dict[type[nn.Module], type[SyncBatchNorm]] = {

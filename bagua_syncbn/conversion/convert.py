@@ -14,15 +14,15 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from .._groups import EVERYONE, GroupSpec, spec_of
+from .._torch.modules import forget_compiled_code
 from ..checks import check_flag
 from ..communicators.torch_engine import group_before
-from ..groups import EVERYONE, GroupSpec, spec_of
 from ..layer_state import LayerState
 from ..models import Filter, check_module
 from ..names import ConvertedModel, Origin, name_of
 from ..registry import Registry
 from ..sync_batchnorm import SyncBatchNorm
-from ..torch_internals.modules import forget_compiled_code
 from .classes import class_before_conversion, full_name
 from .converters import group_of
 from .report import FOREIGN, conversion_report

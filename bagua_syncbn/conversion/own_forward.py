@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
-from .. import ops
-from ..groups import ALONE
+from .. import _ops as ops
+from .._groups import ALONE
+from .._step.call import Call
+from .._torch.autograd import unseen_by_selective_checkpointing
 from ..options import Options
-from ..step.call import Call
 from ..sync_batchnorm import SyncBatchNorm, as_one_node, through_attachments
 from ..threads import this_thread
-from ..torch_internals.autograd import unseen_by_selective_checkpointing
 
 
 class ObservedSyncBatchNorm(SyncBatchNorm):

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ops
+from .. import _ops as ops
+from .._groups import LOCAL
+from .._step.call import Call, Normalization, Statistics
+from .._step.derivatives import differentiable_batch_norm, gradients_of
+from .._step.exchange import Exchange
+from .._step.normalize import activation_args, epilogue_args
+from .._torch.autograd import is_batched, is_transforming
 from ..checks import named
 from ..functional import checks_of
-from ..groups import LOCAL
-from ..step.call import Call, Normalization, Statistics
-from ..step.derivatives import differentiable_batch_norm, gradients_of
-from ..step.exchange import Exchange
-from ..step.normalize import activation_args, epilogue_args
-from ..torch_internals.autograd import is_batched, is_transforming
 from .replicas import Replicas, TensorSequence, in_streams, stream_of
 
 _EXCHANGE = Exchange(LOCAL)

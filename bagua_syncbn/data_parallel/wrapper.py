@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from .._torch.modules import device_index, is_compiled_wrapper, pytree
 from ..conversion import convert_sync_batchnorm
 from ..names import name_of
 from ..sync_batchnorm import SyncBatchNorm, refuse_alone
 from ..threads import this_thread
-from ..torch_internals.modules import device_index, is_compiled_wrapper, pytree
 from .replica_step import Replica
 from .replicas import CallbackContext, Replicas
 

@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from .. import ops
+from .. import _ops as ops
+from .._step.by_torch import ByTorch
+from .._step.call import Call
+from .._torch.autograd import unseen_by_selective_checkpointing
+from .._torch.checkpoints import is_in_backward, observe_checkpoints
 from ..checks import named
-from ..step.by_torch import ByTorch
-from ..step.call import Call
 from ..threads import this_thread
-from ..torch_internals.autograd import unseen_by_selective_checkpointing
-from ..torch_internals.checkpoints import is_in_backward, observe_checkpoints
 
 _Result = TypeVar("_Result")
 

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from .. import ops
+from .. import _ops as ops
+from .._step.call import Normalization
+from .._torch.modules import saving_hooks, takes_saving_hooks
 from ..errors import raise_if_out_of_memory
 from ..names import name_of
-from ..step.call import Normalization
 from ..threads import this_thread
-from ..torch_internals.modules import saving_hooks, takes_saving_hooks
 
 # Activations, by name of the autograd node without its last digit, which differs for some in-place operations. Names of
 # Python functions' nodes do not end in a digit.

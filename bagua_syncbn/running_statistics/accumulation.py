@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._ops import NO_BUFFERS, Buffers, Moments, merge_stats
+from .._ops.moments import merge_dtype
+from .._step.call import Call
+from .._torch.autograd import is_capturing, is_without_data
 from ..checks import named
 from ..models import attached
-from ..ops import NO_BUFFERS, Buffers, Moments, merge_stats
-from ..ops.moments import merge_dtype
 from ..options import Options
-from ..step.call import Call
 from ..sync_batchnorm import SyncBatchNorm
-from ..torch_internals.autograd import is_capturing, is_without_data
 
 
 class Accumulation:

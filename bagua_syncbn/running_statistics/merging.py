@@ -11,13 +11,13 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from .._groups import LOCAL, spec_of
+from .._ops import Moments
+from .._torch.autograd import is_without_data
 from ..checks import check_number
 from ..errors import notifies_peers
-from ..groups import LOCAL, spec_of
 from ..models import check_module
-from ..ops import Moments
 from ..over_ranks import sum_over_ranks
-from ..torch_internals.autograd import is_without_data
 from ..unsynchronized import check_launch
 from .freezing import is_frozen
 

@@ -7,12 +7,12 @@ from warnings import warn
 import torch
 from torch import nn
 
+from .._groups import spec_of
+from .._ops import Moments
 from ..dry_run import batch_loop, dry_run
 from ..errors import notifies_peers
-from ..groups import spec_of
 from ..models import attached
 from ..names import name_of
-from ..ops import Moments
 from ..over_ranks import sum_over_ranks
 from ..sync_batchnorm import SyncBatchNorm
 from ..unsynchronized import check_launch

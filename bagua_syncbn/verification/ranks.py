@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
+from .._groups import ranks_by_text, spec_of
+from .._torch.modules import pytree
 from ..checks import is_distributed
 from ..communicators.torch_engine import torch_group_of
-from ..groups import ranks_by_text, spec_of
-from ..torch_internals.modules import pytree
 from ..unsynchronized import check_launch
 
 _T = TypeVar("_T")

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from .._groups import LOCAL, Communicator, replaced_groups
+from .._torch.modules import pytree
 from ..conversion import convert_sync_batchnorm
 from ..errors import notify_peers
-from ..groups import LOCAL, Communicator, replaced_groups
 from ..sync_batchnorm import SyncBatchNorm
-from ..torch_internals.modules import pytree
 from .ranks import Peers
 
 Loss: TypeAlias = Callable[[Any, Any], Tensor]

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from bagua_syncbn.groups import spec_of
+from bagua_syncbn._groups import spec_of
 
 from ..batches import Shape, make_batch
 from ..peers import Maker

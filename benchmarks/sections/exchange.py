@@ -6,9 +6,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bagua_syncbn._groups import spec_of
 from bagua_syncbn.communicators import TorchCommunicator
 from bagua_syncbn.communicators.shared import SharedCommunicator
-from bagua_syncbn.groups import spec_of
 
 from ..peers import Maker
 from ..recorded import Case, Results, marked, of_section, table

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import bagua_syncbn
-from bagua_syncbn import ops
+from bagua_syncbn import _ops as ops
 from bagua_syncbn.communicators import Communicator
 from tests.helpers.one_rank import Twin
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import bagua_syncbn
-from bagua_syncbn import ops
+from bagua_syncbn import _ops as ops
 
 from ..batches import Shape, layouts, make_batch
 from ..machine import thread_counts

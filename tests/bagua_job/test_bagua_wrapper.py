@@ -13,7 +13,7 @@ from bagua.torch_api.data_parallel import DistributedDataParallel
 from torch import nn
 
 import bagua_syncbn
-from bagua_syncbn.groups import spec_of
+from bagua_syncbn._groups import spec_of
 from tests.bagua_job.native import log
 from tests.helpers import training
 from tests.helpers.own_groups import communicator_of

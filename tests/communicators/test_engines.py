@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from bagua_syncbn import sync_group
+from bagua_syncbn._groups import LOCAL, RankGroup, engines, spec_of
+from bagua_syncbn._groups.spec import members_by, rank_and_size
 from bagua_syncbn.communicators import TorchCommunicator, torch_engine
-from bagua_syncbn.groups import LOCAL, RankGroup, engines, spec_of
-from bagua_syncbn.groups.spec import members_by, rank_and_size
 from tests.helpers.cases import Case, compare, run_rank
 from tests.helpers.own_groups import communicator_of, mean_over
 

@@ -16,10 +16,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_group
+from bagua_syncbn._groups import spec_of
+from bagua_syncbn._reliability.history import history_in
 from bagua_syncbn.communicators import LOCAL, Communicator, RankGroup, TorchCommunicator, jobs
 from bagua_syncbn.communicators.torch_engine import running_job
-from bagua_syncbn.groups import spec_of
-from bagua_syncbn.reliability.history import history_in
 from tests.helpers.cases import Case, compare, run_rank
 from tests.helpers.observed import GATHER, collectives
 from tests.helpers.one_rank import Twin

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import bagua_syncbn
-from bagua_syncbn import ops
+from bagua_syncbn import _ops as ops
 from tests.helpers.observed import EXCHANGE, MESSAGE, count_step
 
 CHANNELS = 6

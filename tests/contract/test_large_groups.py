@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, ops
+from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm
+from bagua_syncbn import _ops as ops
 from tests.helpers.cases import Case, compare, run_rank
 from tests.helpers.messages import message_of
 from tests.helpers.threads import run_threads

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from bagua_syncbn import SyncBatchNorm1d, convert_sync_batchnorm, mean_over_ranks, with_bagua
+from bagua_syncbn._reliability import faults
 from bagua_syncbn.communicators import LOCAL
-from bagua_syncbn.reliability import faults
 from tests.faults.programs import is_odd, message_of, own_group
 from tests.helpers.observed import collectives
 from tests.helpers.steps import draw

@@ -11,7 +11,8 @@ from torch._dynamo.utils import counters
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, masked, ops, sync_batch_norm
+from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, masked, sync_batch_norm
+from bagua_syncbn import _ops as ops
 from tests.helpers import steps
 from tests.helpers.cases import laid_out
 

@@ -13,12 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import bagua_syncbn
-from bagua_syncbn import (
-    SyncBatchNorm2d,
-    convert_sync_batchnorm,
-    register_converter,
-    revert_sync_batchnorm,
-)
+from bagua_syncbn import SyncBatchNorm2d, convert_sync_batchnorm, register_converter, revert_sync_batchnorm
 from tests.conversion.test_models import NormalizesInPart, WithPart
 from tests.helpers.fake_packages import Apex, Mmcv
 from tests.helpers.user_layers import BatchNormAct, Centered

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bagua_syncbn.torch_internals.process_groups import backend_and_store
+from bagua_syncbn._torch.process_groups import backend_and_store
 from tests.helpers.messages import message_of
 from tests.helpers.own_groups import communicator_of, needs_shared_memory
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import bagua_syncbn
-from bagua_syncbn.groups import spec_of
+from bagua_syncbn._groups import spec_of
 from tests.helpers.messages import message_of
 
 STEPS = 3

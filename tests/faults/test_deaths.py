@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 import bagua_syncbn
+from bagua_syncbn._groups import spec_of
 from bagua_syncbn.communicators import TorchCommunicator
-from bagua_syncbn.groups import spec_of
 from tests.faults.programs import message_of, own_group
 from tests.helpers.own_groups import needs_shared_memory
 from tests.helpers.workers import join_job, start_ranks

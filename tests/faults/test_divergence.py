@@ -13,9 +13,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import bagua_syncbn
-from bagua_syncbn import ops
-from bagua_syncbn.reliability import faults
-from bagua_syncbn.reliability.history import CallHistory, history_in
+from bagua_syncbn import _ops as ops
+from bagua_syncbn._reliability import faults
+from bagua_syncbn._reliability.history import CallHistory, history_in
 from tests.faults.programs import REFUSED, STEP, Program, backward, forward, is_odd, own_group, own_model, set_in
 from tests.helpers.messages import message_of
 from tests.helpers.observed import collectives

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 import bagua_syncbn
+from bagua_syncbn._reliability.history import history_in
 from bagua_syncbn.communicators import c10d, shared
-from bagua_syncbn.reliability.history import history_in
 from tests.faults.programs import is_odd, message_of, own_group
 
 PACKAGE = Path(bagua_syncbn.__file__).parent

@@ -10,8 +10,8 @@ from unittest.mock import Mock, patch
 import pytest
 import torch.distributed as dist
 
-from bagua_syncbn.reliability import watch
-from bagua_syncbn.reliability.history import history_in
+from bagua_syncbn._reliability import watch
+from bagua_syncbn._reliability.history import history_in
 from tests.faults.programs import STEP, forward, message_of, own_model
 
 SECONDS = 6.0  # timeout of the group; calls take much less than half of it, even on a busy machine

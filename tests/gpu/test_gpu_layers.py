@@ -11,10 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 import bagua_syncbn
+from bagua_syncbn._groups import spec_of
+from bagua_syncbn._reliability.history import history_in
+from bagua_syncbn._torch.nccl import nccl_id, nccl_progress
 from bagua_syncbn.communicators import TorchCommunicator, torch_engine
-from bagua_syncbn.groups import spec_of
-from bagua_syncbn.reliability.history import history_in
-from bagua_syncbn.torch_internals.nccl import nccl_id, nccl_progress
 from tests.helpers.cases import WAYS, Case, compare, laid_out, run_ranks
 from tests.helpers.large_groups import LargeGroups
 from tests.helpers.one_rank import OneRankGroup

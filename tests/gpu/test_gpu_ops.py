@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from bagua_syncbn import SyncBatchNorm1d, ops
-from bagua_syncbn.cuda import aten, comparison, selection
-from bagua_syncbn.ops import activation_of
+from bagua_syncbn import SyncBatchNorm1d
+from bagua_syncbn import _ops as ops
+from bagua_syncbn._cuda import aten, comparison, selection
+from bagua_syncbn._ops import activation_of
 from tests.helpers.comparison import OpCase, check, check_last_of_many, check_merge
 from tests.helpers.tolerances import DTYPES
 from tests.ops.test_values import TABLE
@@ -39,7 +40,7 @@ def test_kernels_agree_with_plain_torch_on_this_device(dtype):
 DISAGREE = """
 import torch
 from bagua_syncbn import sync_batch_norm
-from bagua_syncbn.cuda import selection
+from bagua_syncbn._cuda import selection
 find_difference = selection.find_difference
 
 class Wrong:

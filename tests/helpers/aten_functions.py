@@ -5,7 +5,7 @@ They check the conditions that ATen checks or assumes: dtypes, sizes, contiguous
 
 import torch
 
-from bagua_syncbn.ops import accumulate_dtype, reduced_dims, reference
+from bagua_syncbn._ops import accumulate_dtype, reduced_dims, reference
 
 
 def check_factors(input, *factors):

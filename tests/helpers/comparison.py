@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bagua_syncbn.ops import IDENTITY, Activation, accumulate_dtype, per_channel, reduced_dims, reference
-from bagua_syncbn.ops.headers import header_sums_of
+from bagua_syncbn._ops import IDENTITY, Activation, accumulate_dtype, per_channel, reduced_dims, reference
+from bagua_syncbn._ops.headers import header_sums_of
 from tests.helpers.cases import laid_out
 from tests.helpers.tolerances import TOLERANCES, assert_close
 

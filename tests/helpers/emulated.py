@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from bagua_syncbn.ops.definition import SCHEMAS
+from bagua_syncbn._ops.definition import SCHEMAS
 
 ROOT = Path(__file__).parents[2]
 CSRC, EMULATOR = ROOT / "csrc", ROOT / "tests" / "ops" / "emulator"

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm
+from bagua_syncbn._groups import EVERYONE, spec_of
 from bagua_syncbn.communicators import shared, torch_engine
-from bagua_syncbn.groups import EVERYONE, spec_of
 
 needs_shared_memory = pytest.mark.skipif(bool(shared.problem()), reason=shared.problem() or "none")
 

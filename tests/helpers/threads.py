@@ -130,7 +130,7 @@ def run_threads(size: int, function: Callable[[ThreadCommunicator], Any]) -> lis
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
     # The watch needs torch's timeout, which these groups don't have.
-    with patch("bagua_syncbn.reliability.protocol.watch"):
+    with patch("bagua_syncbn._reliability.protocol.watch"):
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -88,6 +88,6 @@ PRIVATE = re.compile(
 
 
 def test_private_parts_of_torch_are_in_one_folder():
-    files = [path for path in PACKAGE.rglob("*.py") if path.parent.name != "torch_internals"]
+    files = [path for path in PACKAGE.rglob("*.py") if path.parent.name != "_torch"]
     found = {"".join(parts) for path in files for parts in PRIVATE.findall(path.read_text())}
     assert all("torch.nn.modules.batchnorm" in part for part in found)  # base classes that torch documents

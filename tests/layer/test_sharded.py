@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, masked, sync_batch_norm
-from bagua_syncbn.groups import LOCAL
+from bagua_syncbn._groups import LOCAL
 from tests.helpers.one_rank import Twin
 from tests.helpers.steps import draw, step
 

@@ -5,8 +5,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-import bagua_syncbn.ops
-from bagua_syncbn.cuda import aten
+import bagua_syncbn._ops
+from bagua_syncbn._cuda import aten
 from tests.helpers.aten_functions import ATEN
 
 
@@ -37,8 +37,8 @@ def implementation(request):
         request.getfixturevalue("called")
         return request.param, aten
     if request.param == "reference":
-        return request.param, bagua_syncbn.ops.reference
-    return request.param, bagua_syncbn.ops
+        return request.param, bagua_syncbn._ops.reference
+    return request.param, bagua_syncbn._ops
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bagua_syncbn.cuda import aten, selection
-from bagua_syncbn.ops import native, reference
+from bagua_syncbn._cuda import aten, selection
+from bagua_syncbn._ops import native, reference
 from tests.helpers.aten_functions import ATEN
 from tests.helpers.comparison import OpCase, check
 

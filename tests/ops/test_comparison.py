@@ -11,9 +11,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bagua_syncbn import SyncBatchNorm1d
-from bagua_syncbn.cuda import comparison, selection
-from bagua_syncbn.ops import activations, reference
-from bagua_syncbn.ops.definition import SCHEMAS
+from bagua_syncbn._cuda import comparison, selection
+from bagua_syncbn._ops import activations, reference
+from bagua_syncbn._ops.definition import SCHEMAS
 from tests.helpers.tolerances import DTYPES
 
 CPU = torch.device("cpu")

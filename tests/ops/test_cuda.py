@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bagua_syncbn.ops import reference
+from bagua_syncbn._ops import reference
 from tests.helpers.cases import laid_out
 from tests.helpers.tolerances import DTYPES
 

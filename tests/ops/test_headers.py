@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bagua_syncbn.ops import header_sums_of
+from bagua_syncbn._ops import header_sums_of
 
 CHANNELS = 260  # more channels than a CUDA block has threads
 HEADER = [5, 2**24 - 1, 0]  # kind of layer, options, call
@@ -141,7 +141,7 @@ def test_counts_are_exact_up_to_the_largest_valid_count(ops, low, high):
 
 @pytest.mark.parametrize("ranks", [2, 3, 8, 64, 1000, 1024])
 def test_float32_sums_of_headers_are_exact(ranks):
-    from bagua_syncbn.reliability.signatures import exact_bits
+    from bagua_syncbn._reliability.signatures import exact_bits
 
     hashes = [hash((layer * 2**24 + 1, call, 5)) for layer, call in ((0, 1), (1, 0), (2**24 - 1, 77))]
     headers = {tuple(header_sums_of(number & exact_bits(ranks))) for number in (*hashes, -1)}  # -1 has all bits

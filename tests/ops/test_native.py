@@ -9,8 +9,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import bagua_syncbn
-from bagua_syncbn import ops
-from bagua_syncbn.ops.activations import activation_of
+from bagua_syncbn import _ops as ops
+from bagua_syncbn._ops.activations import activation_of
 from tests.helpers.cases import laid_out
 from tests.helpers.comparison import check_last_of_many
 
@@ -101,7 +101,7 @@ def test_the_loops_of_lower_instruction_sets_agree_with_plain_torch(capability):
     program = """if 1:
         import torch
         from bagua_syncbn import ops
-        from bagua_syncbn.cuda.comparison import find_difference
+        from bagua_syncbn._cuda.comparison import find_difference
         print(ops.KERNELS, [find_difference(ops, torch.device("cpu"), dtype) for dtype in ops.DTYPES])
     """
     environment = os.environ | {"BAGUA_SYNCBN_CPU_CAPABILITY": capability}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bagua_syncbn import ops
+from bagua_syncbn import _ops as ops
 from tests.helpers.cases import laid_out
 from tests.helpers.observed import ForbidHostReads
 

@@ -5,8 +5,8 @@ from itertools import product
 import pytest
 import torch
 
-from bagua_syncbn.ops import IDENTITY, KERNELS, activation_of, reference
-from bagua_syncbn.ops.activations import ACTIVATIONS
+from bagua_syncbn._ops import IDENTITY, KERNELS, activation_of, reference
+from bagua_syncbn._ops.activations import ACTIVATIONS
 from tests.helpers.cases import SHAPES_IN_LAYOUTS
 from tests.helpers.comparison import OpCase, check, check_activation, check_merge, check_not_finite
 from tests.helpers.tolerances import DTYPES

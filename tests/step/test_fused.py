@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm
+from bagua_syncbn._ops.activations import ACTIVATIONS
 from bagua_syncbn.communicators import LOCAL
-from bagua_syncbn.ops.activations import ACTIVATIONS
 from tests.helpers.cases import Case, check
 
 GIVEN = [*ACTIVATIONS, ("leaky_relu", 0.3), ("elu", 0.7), None]
@@ -30,7 +30,7 @@ def fused_cases(splits, dtypes=(torch.float64, torch.float32, torch.bfloat16)):
 
 
 def making_activations_twice(function, *args):
-    with patch("bagua_syncbn.step.normalize._recompute_is_cheaper", lambda input, activation: True):
+    with patch("bagua_syncbn._step.normalize._recompute_is_cheaper", lambda input, activation: True):
         return function(*args)
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from bagua_syncbn import Repeatable, SyncBatchNorm, convert_sync_batchnorm, masked, sync_batch_norm
-from bagua_syncbn.torch_internals.checkpoints import observe_checkpoints
+from bagua_syncbn._torch.checkpoints import observe_checkpoints
 from tests.helpers.checkpoints import CHECKPOINTS, kept_checkpoint, plainly
 from tests.helpers.observed import collectives
 from tests.helpers.steps import check_ranks, draw

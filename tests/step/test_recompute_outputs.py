@@ -15,7 +15,8 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.func import functional_call, grad
 from torch.fx import symbolic_trace
 
-from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, ops, recompute_outputs, revert_sync_batchnorm
+from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, recompute_outputs, revert_sync_batchnorm
+from bagua_syncbn import _ops as ops
 from benchmarks.sections.stored import Storages
 from tests.helpers.checkpoints import CHECKPOINTS
 from tests.helpers.steps import assert_same_bits, draw, step

@@ -10,7 +10,7 @@ from torch import nn
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 
 from bagua_syncbn import SyncBatchNorm, sync_batch_norm
-from bagua_syncbn.ops.activations import ACTIVATIONS
+from bagua_syncbn._ops.activations import ACTIVATIONS
 from tests.helpers.formula import EPS, normalize
 from tests.helpers.observed import MESSAGE, collectives
 from tests.helpers.steps import draw

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bagua_syncbn.ops import native
+from bagua_syncbn._ops import native
 from tests.helpers.workers import run_fresh
 
 ROOT = Path(__file__).parents[2]

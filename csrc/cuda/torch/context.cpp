@@ -40,7 +40,7 @@ Support support_of(int32_t device) {
 Context::Context(const Tensor& input) : input_(input), guard_(input.get_device_index()) {
   static const StreamGetter getter = find_stream_getter();
   const int32_t device = input.get_device_index();
-  // Eager calls switch to ATen's kernels before this raises: bagua_syncbn/cuda/selection.py.
+  // Eager calls switch to ATen's kernels before this raises: bagua_syncbn/_cuda/selection.py.
   check(getter != nullptr && support_of(device) == Support::kRuns, "input",
         "a GPU and a driver that run these kernels (an eager first call selects others)", device_name(input));
   set_device(device);

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.jit import is_tracing
 
-from .. import ops
+from .. import _ops as ops
+from .._torch.autograd import is_transforming
 from ..options import Options
 from ..threads import this_thread
-from ..torch_internals.autograd import is_transforming
 from .call import Call, Masking, Normalization, apply_epilogue
 
 # Above these sizes, native kernels save more time than their five Python calls cost; see docs/benchmarks.md.

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.activations import ACTIVATIONS
-from ..ops.definition import accumulate_dtype, per_channel
-from ..ops.headers import header_sums_of
+from .._ops.activations import ACTIVATIONS
+from .._ops.definition import accumulate_dtype, per_channel
+from .._ops.headers import header_sums_of
 
 _PRIME = 2**16 + 1
 _CALLER, _CALL, _FINGERPRINT = 7 * 2**24 + 5, 9, 3 + 5 * 2**12 + 7 * 2**24

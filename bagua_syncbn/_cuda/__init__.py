@@ -1,7 +1,7 @@
 """Selects the kernels for CUDA tensors: native kernels once they agree with plain torch on the device, else ATen's."""
 
+from .._step.call import Call
 from ..functional import first_call_checks
-from ..step.call import Call
 from .selection import EXPERIMENTAL, check_kernels, cuda_kernels
 
 __all__ = ["EXPERIMENTAL", "check_kernels", "cuda_kernels"]

@@ -7,10 +7,10 @@ import time
 from threading import Lock, Thread
 from weakref import ref
 
+from .._groups import Communicator
+from .._torch.nccl import nccl_id, nccl_progress
+from .._torch.process_groups import timeout_of
 from ..communicators import TorchCommunicator
-from ..groups import Communicator
-from ..torch_internals.nccl import nccl_id, nccl_progress
-from ..torch_internals.process_groups import timeout_of
 from .history import CallHistory
 
 _log = logging.getLogger("bagua_syncbn")

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ops
+from .. import _ops as ops
+from .._groups import Communicator
+from .._step.call import Call
+from .._torch.autograd import as_number, untraced
 from ..communicators.c10d import is_large
-from ..groups import Communicator
 from ..options import Options
-from ..step.call import Call
-from ..torch_internals.autograd import as_number, untraced
 
 RAISED = 0  # caller in the header of a rank that raised an error
 

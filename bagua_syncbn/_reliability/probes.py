@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.jit import is_tracing
 
-from .. import ops
+from .. import _ops as ops
+from .._groups import FORKED, Communicator, spec_of
+from .._ops.headers import headers_differ
+from .._torch.autograd import is_capturing, unseen_by_selective_checkpointing
 from ..communicators.c10d import TorchCommunicator
 from ..errors import error_handlers
-from ..groups import FORKED, Communicator, spec_of
 from ..names import kind_of, name_of
-from ..ops.headers import headers_differ
-from ..torch_internals.autograd import is_capturing, unseen_by_selective_checkpointing
 from . import faults
 from .faults import describe, differ_text
 from .history import CallHistory, history_in

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
-from .. import ops
-from ..groups import ALONE
+from .. import _ops as ops
+from .._groups import ALONE
 from ..options import NO_MASK, GivenMask, Options
 from .exchange import Exchange
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ops
+from .. import _ops as ops
+from .._torch.autograd import apply_of, has_transforms, is_batched, level_of_duals, unwrapped
 from ..errors import handle_error
-from ..torch_internals.autograd import apply_of, has_transforms, is_batched, level_of_duals, unwrapped
 from .call import Call, Normalization, Statistics, apply_epilogue
 from .derivatives import differentiable_batch_norm, gradients_of, once_differentiable, peers_of_backward
 

@@ -16,10 +16,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from .. import ops
+from .. import _ops as ops
+from .._torch.autograd import is_batched, untraced
 from ..errors import notifies_peers
 from ..options import Options
-from ..torch_internals.autograd import is_batched, untraced
 from .call import Normalization, Statistics, apply_epilogue
 
 

@@ -13,9 +13,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..ops.definition import SCHEMAS, library
-from ..ops.native import KERNELS, WANTED
-from ..torch_internals.autograd import is_capturing, is_transforming
+from .._ops.definition import SCHEMAS, library
+from .._ops.native import KERNELS, WANTED
+from .._torch.autograd import is_capturing, is_transforming
 from . import aten
 from .comparison import find_difference, wait_for
 

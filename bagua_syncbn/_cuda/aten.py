@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops import reference
-from ..ops.backward_elemt import means_of_sums
-from ..ops.definition import DTYPES, laid_out_as
-from ..ops.headers import WORD, fill, header_of, header_sums_of
-from ..ops.reference import batch_norm_gather_stats
-from ..ops.stats import summable_stats
+from .._ops import reference
+from .._ops.backward_elemt import means_of_sums
+from .._ops.definition import DTYPES, laid_out_as
+from .._ops.headers import WORD, fill, header_of, header_sums_of
+from .._ops.reference import batch_norm_gather_stats
+from .._ops.stats import summable_stats
 
 
 def _takes(options: Sequence[Any], input: Tensor, *values: Tensor | None) -> bool:

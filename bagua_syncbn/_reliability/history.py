@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .. import ops
-from ..groups import FORKED, Communicator
+from .. import _ops as ops
+from .._groups import FORKED, Communicator
 from .faults import FaultRecord
 from .signatures import CallSignature, exact_bits
 

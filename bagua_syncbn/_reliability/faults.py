@@ -7,8 +7,8 @@ from weakref import WeakSet
 
 import torch
 
-from .. import ops
-from ..groups import ranks_by_text
+from .. import _ops as ops
+from .._groups import ranks_by_text
 from .signatures import RAISED, CallSignature
 
 # Types of devices whose fault record the host checks after each op, so that all ranks raise in the same call.

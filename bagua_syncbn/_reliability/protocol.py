@@ -15,16 +15,16 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from .. import ops
+from .. import _ops as ops
+from .._groups import Communicator
+from .._ops.headers import headers_differ, record_sums
+from .._step.call import Call
+from .._step.exchange import Exchange, Pass, Received, exchange_makers
+from .._torch.autograd import is_capturing, untraced
+from .._torch.process_groups import group_named
 from ..communicators import TorchCommunicator
-from ..groups import Communicator
 from ..names import kind_of, name_of, origin_of
-from ..ops.headers import headers_differ, record_sums
 from ..options import Options
-from ..step.call import Call
-from ..step.exchange import Exchange, Pass, Received, exchange_makers
-from ..torch_internals.autograd import is_capturing, untraced
-from ..torch_internals.process_groups import group_named
 from . import faults
 from .faults import FaultRecord, describe, differ_text
 from .history import CallHistory, history_in

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from ..groups import Communicator
+from .._groups import Communicator
+from .._torch.autograd import as_number
 from ..options import Options
 from ..registry import Registry
-from ..torch_internals.autograd import as_number
 
 if TYPE_CHECKING:
     from .call import Call
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Pass: TypeAlias = Literal["forward", "backward", "derivative"]
 
 # The message (one row per rank, or the sum over ranks), and the next op's arguments for comparing headers: number of
-# ranks in a sum, fault record (see :mod:`bagua_syncbn.ops`), call number.
+# ranks in a sum, fault record (see :mod:`bagua_syncbn._ops`), call number.
 Received: TypeAlias = tuple[Tensor, int, Tensor | None, int]
 
 
