@@ -11,7 +11,7 @@ import sys as _sys
 
 from . import _cuda  # noqa: F401  # compares the kernels of a CUDA device at their first use
 from . import sharded as _sharded  # noqa: F401  # computes calls with DTensors
-from . import unsynchronized as _unsynchronized  # noqa: F401  # warns about launched jobs without a group
+from ._reliability import unsynchronized as _unsynchronized  # noqa: F401  # warns about launched jobs without a group
 from ._reliability.faults import check_ranks
 from .conversion import (
     conversion_report,

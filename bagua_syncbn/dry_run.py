@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ._groups import LOCAL, spec_of
+from ._step.checks import check_callable
 from ._torch.modules import defined_in
-from .checks import check_callable
 from .models import check_module
 from .sync_batchnorm import SyncBatchNorm
 

@@ -11,20 +11,20 @@ from torch.jit import is_tracing
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from . import _ops as ops
+from ._errors import notifies_peers
 from ._groups import ALONE, LOCAL, GroupSpec, spec_of
+from ._ops.options import Options
+from ._registry import Registry
 from ._step.by_torch import ByTorch, in_evaluation, suits_torch
-from ._step.call import Call, Normalization, Statistics
+from ._step.call import NO_MASK, Call, Normalization, Statistics
+from ._step.checks import check_flag, check_local_count, check_tensors, check_tracer, checked_options, named
 from ._step.derivatives import differentiable_batch_norm
 from ._step.exchange import Exchange, exchange_of
+from ._step.hooks import hooks
+from ._step.layer_state import CallCache, LayerState
+from ._step.masks import masking_of
 from ._step.normalize import batch_statistics, normalize
 from ._torch.autograd import fake_mode, has_transforms, is_without_data, level_of_duals
-from .checks import check_flag, check_local_count, check_tensors, check_tracer, checked_options, named
-from .errors import notifies_peers
-from .layer_state import CallCache, LayerState
-from .masks import masking_of
-from .options import NO_MASK, Options
-from .registry import Registry
-from .threads import this_thread
 
 _PLAIN_CLASSES = Tensor, nn.Parameter
 
@@ -158,15 +158,15 @@ def batch_norm(call: Call) -> Tensor:
             if type(input).__torch_dispatch__ is Tensor.__torch_dispatch__:
                 return batch_norm(call._replace(input=input.as_subclass(Tensor)))
     is_compiling = torch.compiler.is_compiling()
-    prepare = None if is_compiling else this_thread.prepare
+    prepare = None if is_compiling else hooks.prepare
     norm = _prepare(call, is_compiling) if prepare is None else prepare(call, partial(_prepare, call, False))
     if isinstance(norm, ByTorch):
         return norm.normalize(input, call.weight, call.bias, call.residual)
     if norm.statistics is None:
         return _transformed(call, norm)
     output = normalize(input, call.weight, call.bias, call.residual, norm)
-    if not is_compiling and this_thread.see_output is not None:
-        this_thread.see_output(output, *call[:4], norm)
+    if not is_compiling and hooks.see_output is not None:
+        hooks.see_output(output, *call[:4], norm)
     return output
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ._step.call import Call, Masking
+from ._step.checks import check_callable, check_flag, check_is_tensor
+from ._step.masks import fits, mask_size, masking_of
 from ._torch.autograd import has_transforms
-from .checks import check_callable, check_flag, check_is_tensor
-from .masks import fits, mask_size, masking_of
 from .models import attached
 from .sync_batchnorm import SyncBatchNorm
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from . import _ops as ops
 from ._groups import spec_of
 from ._step.call import Call
-from .checks import check_dimensions, is_distributed
+from ._step.checks import check_dimensions, is_distributed
 from .functional import batch_norm, special_inputs
 
 if TYPE_CHECKING:

@@ -12,15 +12,15 @@ from torch.fx.proxy import Proxy
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import _ops as ops
+from ._errors import notifies_peers
 from ._groups import ALONE, EVERYONE, spec_of
 from ._ops import activation_of
-from ._step.call import Call
+from ._ops.options import Options
+from ._step.call import NO_MASK, Call, GivenMask
+from ._step.checks import check_dimensions, checked_options, named
+from ._step.layer_state import LayerState
 from ._torch.modules import is_name_for_tracer
-from .checks import check_dimensions, checked_options, named
-from .errors import notifies_peers
 from .functional import batch_norm
-from .layer_state import LayerState
-from .options import NO_MASK, GivenMask, Options
 
 
 class BatchNorm(_BatchNorm):

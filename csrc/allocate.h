@@ -6,7 +6,7 @@
 
 namespace bagua_syncbn {
 
-// Raises an out-of-memory error. torch's own error does not cross the stable ABI; bagua_syncbn/errors.py parses this
+// Raises an out-of-memory error. torch's own error does not cross the stable ABI; bagua_syncbn/_errors.py parses this
 // text and raises torch's error.
 [[noreturn]] inline void refuse_memory(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType dtype,
                                        const Tensor& like) {

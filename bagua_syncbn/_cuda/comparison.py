@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._errors import raise_if_out_of_memory
 from .._ops import HEADER_SUMS_SIZE, accumulate_dtype, reduced_dims, reference
 from .._ops.moments import Moments
 from .._torch.autograd import outside_of_modes
 from .._torch.modules import pytree
-from ..errors import raise_if_out_of_memory
 from .exercise import Call, Exercise
 
 # Tolerance for rounding to the accumulate dtype, relative to the largest value of a channel.

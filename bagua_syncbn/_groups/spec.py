@@ -15,8 +15,8 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
+from .._registry import Registry
 from .._torch.autograd import untraced
-from ..registry import Registry
 from .communicator import LOCAL, Communicator
 from .texts import text_of_argument
 

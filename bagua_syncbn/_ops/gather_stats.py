@@ -1,12 +1,21 @@
 """``batch_norm_gather_stats``: merges the ranks' statistics and updates the running statistics."""
 
+import threading
+
 import torch
 from torch import Tensor
 
-from ..threads import this_thread
 from .definition import defines
 from .headers import HEADER_SUMS_SIZE, WORD, headers_differ, record, record_sums, row_layout
 from .moments import Moments, merge_dtype
+
+
+class _Thread(threading.local):
+    holds_buffers = False
+    """True while this thread recomputes a forward, whose first run already updated the buffers."""
+
+
+this_thread = _Thread()
 
 _MAX_HIGH = 2**29  # counts up to 2**53, which float64 holds exactly
 

@@ -7,7 +7,7 @@ from importlib import import_module
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from ..threads import this_thread
+from .gather_stats import this_thread
 
 _LIBRARY = "bagua_syncbn._C"
 WANTED = os.environ.get("BAGUA_SYNCBN_KERNELS", "native")
@@ -56,6 +56,11 @@ def _warn_without_library(folder: Path) -> None:
 KERNELS = _load()
 """Kernels that compute the ops: ``"reference"``; or ``"native, cpu: "`` and the instruction set, followed by
 ``", cuda"`` if the library has CUDA kernels and ``WANTED`` is ``"native"``."""
+
+
+def buffers_are_held() -> bool:
+    """Returns whether ``batch_norm_gather_stats`` skips buffer updates in this thread."""
+    return this_thread.holds_buffers
 
 
 def hold_buffers(held: bool) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..options import Options
+from .options import Options
 
 _gather_stats = torch.ops.bagua_syncbn.batch_norm_gather_stats.default
 

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.jit import is_tracing
 
 from .. import _ops as ops
+from .._errors import error_handlers
 from .._groups import FORKED, Communicator, spec_of
+from .._names import kind_of, name_of
 from .._ops.headers import headers_differ
 from .._torch.autograd import is_capturing, unseen_by_selective_checkpointing
 from ..communicators.c10d import TorchCommunicator
-from ..errors import error_handlers
-from ..names import kind_of, name_of
 from . import faults
 from .faults import describe, differ_text
 from .history import CallHistory, history_in

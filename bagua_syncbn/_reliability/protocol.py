@@ -17,14 +17,14 @@ from torch import Tensor
 
 from .. import _ops as ops
 from .._groups import Communicator
+from .._names import kind_of, name_of, origin_of
 from .._ops.headers import headers_differ, record_sums
+from .._ops.options import Options
 from .._step.call import Call
 from .._step.exchange import Exchange, Pass, Received, exchange_makers
 from .._torch.autograd import is_capturing, untraced
 from .._torch.process_groups import group_named
 from ..communicators import TorchCommunicator
-from ..names import kind_of, name_of, origin_of
-from ..options import Options
 from . import faults
 from .faults import FaultRecord, describe, differ_text
 from .history import CallHistory, history_in

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from .. import _ops as ops
 from .._groups import Communicator
+from .._ops.options import Options
 from .._step.call import Call
 from .._torch.autograd import as_number, untraced
 from ..communicators.c10d import is_large
-from ..options import Options
 
 RAISED = 0  # caller in the header of a rank that raised an error
 

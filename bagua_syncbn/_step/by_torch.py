@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.jit import is_tracing
 
 from .. import _ops as ops
+from .._ops.options import Options
 from .._torch.autograd import is_transforming
-from ..options import Options
-from ..threads import this_thread
 from .call import Call, Masking, Normalization, apply_epilogue
+from .hooks import hooks
 
 # Above these sizes, native kernels save more time than their five Python calls cost; see docs/benchmarks.md.
 # F.batch_norm is fast for channels_last until its outputs exceed the caches.
@@ -48,7 +48,7 @@ def suits_torch(call: Call, options: Options) -> bool:
         return True
     worthwhile = _WORTHWHILE_INTERLEAVED if input.stride(1) == 1 else _WORTHWHILE_PLANAR
     prefer_native = ops.KERNELS != "reference" and is_cpu and input.numel() >= worthwhile
-    return not prefer_native and this_thread.see_output is None
+    return not prefer_native and hooks.see_output is None
 
 
 def _torch_takes(input: Tensor, tensors: Iterable[Tensor | None]) -> bool:
@@ -105,7 +105,7 @@ def in_evaluation(call: Call, options: Options, masking: Masking | None) -> Norm
     mean, var = call.buffers[:2]
     assert mean is not None
     assert var is not None
-    if not torch.compiler.is_compiling() and this_thread.has_hooks:  # the buffers may change before a recomputation
+    if not torch.compiler.is_compiling() and hooks.are_set:  # the buffers may change before a recomputation
         mean, var = mean.clone(), var.clone()
     masking = masking if masking is not None and masking.zeroes else None
     has_epilogue = options.activation is not None or call.residual is not None or masking is not None

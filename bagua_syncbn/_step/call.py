@@ -10,8 +10,16 @@ from torch import Tensor, nn
 
 from .. import _ops as ops
 from .._groups import ALONE
-from ..options import NO_MASK, GivenMask, Options
+from .._ops.options import Options
 from .exchange import Exchange
+
+# Input, weight, bias and residual of a call.
+Tensors: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+# mask and zero_masked of a call; or a function that returns the checked masking for an input.
+GivenMask: TypeAlias = tuple[Tensor | None, bool] | Callable[[Tensor], Any]
+
+NO_MASK: GivenMask = None, False
 
 # Mean (C), inverse deviation (C) and number of values per channel (int64 scalar) over all ranks.
 Statistics: TypeAlias = tuple[Tensor, Tensor, Tensor]

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from .. import _ops as ops
+from .._errors import notifies_peers
+from .._ops.options import Options
 from .._torch.autograd import is_batched, untraced
-from ..errors import notifies_peers
-from ..options import Options
 from .call import Normalization, Statistics, apply_epilogue
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from .._groups import Communicator
+from .._ops.options import Options
+from .._registry import Registry
 from .._torch.autograd import as_number
-from ..options import Options
-from ..registry import Registry
 
 if TYPE_CHECKING:
     from .call import Call

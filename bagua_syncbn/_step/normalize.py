@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from .. import _ops as ops
+from .._errors import handle_error
 from .._torch.autograd import apply_of, has_transforms, is_batched, level_of_duals, unwrapped
-from ..errors import handle_error
 from .call import Call, Normalization, Statistics, apply_epilogue
 from .derivatives import differentiable_batch_norm, gradients_of, once_differentiable, peers_of_backward
 

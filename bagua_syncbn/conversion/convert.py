@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 from torch import nn
 
 from .._groups import EVERYONE, GroupSpec, spec_of
+from .._names import ConvertedModel, Origin, name_of
+from .._registry import Registry
+from .._step.checks import check_flag
+from .._step.layer_state import LayerState
 from .._torch.modules import forget_compiled_code
-from ..checks import check_flag
 from ..communicators.torch_engine import group_before
-from ..layer_state import LayerState
 from ..models import Filter, check_module
-from ..names import ConvertedModel, Origin, name_of
-from ..registry import Registry
 from ..sync_batchnorm import SyncBatchNorm
 from .classes import class_before_conversion, full_name
 from .converters import group_of

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .._groups import text_of_argument
-from ..checks import check_callable
+from .._step.checks import check_callable
 from ..communicators.torch_engine import is_process_group
 from ..sync_batchnorm import SyncBatchNorm
 from .classes import full_name, replacing_class, synchronized_class

@@ -18,11 +18,11 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 
 from .. import _ops as ops
 from .._groups import ALONE
+from .._ops.options import Options
 from .._step.call import Call
+from .._step.hooks import hooks
 from .._torch.autograd import unseen_by_selective_checkpointing
-from ..options import Options
 from ..sync_batchnorm import SyncBatchNorm, as_one_node, through_attachments
-from ..threads import this_thread
 
 
 class ObservedSyncBatchNorm(SyncBatchNorm):
@@ -79,7 +79,7 @@ def observed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _differs_from_torch(layer: SyncBatchNorm) -> bool:
     """Returns whether ``layer`` may differ from F.batch_norm in evaluation with the same running statistics."""
-    if not torch.compiler.is_compiling() and this_thread.has_hooks:  # e.g. in a checkpoint
+    if not torch.compiler.is_compiling() and hooks.are_set:  # e.g. in a checkpoint
         return True
     return layer.eps_mode != "plus" or layer.fused_activation is not None or bool(layer._sync_state.attachments)
 
@@ -89,7 +89,7 @@ def _counted_once(layer: SyncBatchNorm) -> Iterator[None]:
     """Context manager that restores ``num_batches_tracked`` if the batch is counted elsewhere: in the first run of a
     checkpoint, or by ``accumulate_statistics``."""
     counter = layer.num_batches_tracked
-    is_counted = not torch.compiler.is_compiling() and this_thread.holds_buffers
+    is_counted = not torch.compiler.is_compiling() and ops.buffers_are_held()
     is_counted |= any(hasattr(attachment, "counts_batches") for attachment in layer._sync_state.attachments)
     if counter is None or not is_counted:
         yield

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from .._names import name_of
 from .._ops import activation_of
-from ..checks import check_callable
+from .._step.checks import check_callable
 from ..models import Filter, check_module, is_data_parallel, is_left_out, modules_with_names
-from ..names import name_of
 from ..sync_batchnorm import SyncBatchNorm
 from .converters import class_after_conversion, is_candidate
 

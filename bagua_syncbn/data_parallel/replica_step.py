@@ -14,11 +14,11 @@ from torch import Tensor
 from .. import _ops as ops
 from .._groups import LOCAL
 from .._step.call import Call, Normalization, Statistics
+from .._step.checks import named
 from .._step.derivatives import differentiable_batch_norm, gradients_of
 from .._step.exchange import Exchange
 from .._step.normalize import activation_args, epilogue_args
 from .._torch.autograd import is_batched, is_transforming
-from ..checks import named
 from ..functional import checks_of
 from .replicas import Replicas, TensorSequence, in_streams, stream_of
 

@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from .._names import name_of
+from .._step.hooks import hooks
 from .._torch.modules import device_index, is_compiled_wrapper, pytree
 from ..conversion import convert_sync_batchnorm
-from ..names import name_of
 from ..sync_batchnorm import SyncBatchNorm, refuse_alone
-from ..threads import this_thread
 from .replica_step import Replica
 from .replicas import CallbackContext, Replicas
 
@@ -189,7 +189,7 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
     """
     layers = [(name, child) for name, child in modules[0].named_modules() if isinstance(child, SyncBatchNorm)]
     for name, layer in layers:
-        if layer.training and this_thread.prepare is not None:  # in a checkpoint
+        if layer.training and hooks.prepare is not None:  # in a checkpoint
             raise RuntimeError(
                 f"{name_of(layer, name)}: activation checkpointing cannot recompute replicas, which would update the "
                 "running statistics twice; checkpoint parts of the model that have no synchronized layers, or use "

@@ -18,10 +18,10 @@ from torch import nn
 from .. import _ops as ops
 from .._step.by_torch import ByTorch
 from .._step.call import Call
+from .._step.checks import named
+from .._step.hooks import hooks
 from .._torch.autograd import unseen_by_selective_checkpointing
 from .._torch.checkpoints import is_in_backward, observe_checkpoints
-from ..checks import named
-from ..threads import this_thread
 
 _Result = TypeVar("_Result")
 
@@ -56,11 +56,11 @@ class Repeatable:
     """Results of each layer's calls in the first run, in order: a Normalization, a ByTorch, or the raised error."""
 
     def __enter__(self) -> Repeatable:
-        run: Any = this_thread.prepare
+        run: Any = hooks.prepare
         outer = run or _OUTSIDE
         if self._outer is None:
             self._outer, self._calls, self._had_grad = outer.recording, {}, torch.is_grad_enabled()
-            this_thread.prepare = _Run(run, outer.repeated, (*outer.recording, self), outer.counts)
+            hooks.prepare = _Run(run, outer.repeated, (*outer.recording, self), outer.counts)
             return self
         without_first_grad = torch.is_grad_enabled() and not self._had_grad
         may_repeat = self._repeats_anywhere or is_in_backward() or without_first_grad
@@ -69,13 +69,13 @@ class Repeatable:
                 "Repeatable: already used by another forward pass; create an object for each forward pass, inside the "
                 "regions that repeat it"
             )
-        this_thread.prepare = _Run(run, self)
+        hooks.prepare = _Run(run, self)
         ops.hold_buffers(True)
         return self
 
     def __exit__(self, *_: Any) -> None:
-        run: Any = this_thread.prepare
-        this_thread.prepare = run.outer
+        run: Any = hooks.prepare
+        hooks.prepare = run.outer
         if run.repeated is self:
             ops.hold_buffers(run.outer is not None and run.outer.repeated is not None)
 

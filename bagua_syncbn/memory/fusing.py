@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from .._names import name_of
 from .._ops.activations import MODULES, activation_of
 from .._torch.modules import check_before_folding
 from ..conversion.convert import undo_hooks
 from ..models import check_module
-from ..names import name_of
 from ..sync_batchnorm import SyncBatchNorm
 
 _Module = TypeVar("_Module", bound=nn.Module)

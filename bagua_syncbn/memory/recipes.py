@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from .. import _ops as ops
+from .._errors import raise_if_out_of_memory
+from .._names import name_of
 from .._step.call import Normalization
+from .._step.hooks import hooks
 from .._torch.modules import saving_hooks, takes_saving_hooks
-from ..errors import raise_if_out_of_memory
-from ..names import name_of
-from ..threads import this_thread
 
 # Activations, by name of the autograd node without its last digit, which differs for some in-place operations. Names of
 # Python functions' nodes do not end in a digit.
@@ -48,11 +48,11 @@ def saved_as_recipes() -> Iterator[None]:
         yield
         return
     with saved_tensors_hooks(_pack, _unpack):
-        this_thread.see_output = _note_output
+        hooks.see_output = _note_output
         try:
             yield
         finally:
-            this_thread.see_output = None
+            hooks.see_output = None
 
 
 class _Recomputed:

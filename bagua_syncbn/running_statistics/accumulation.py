@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from .._ops import NO_BUFFERS, Buffers, Moments, merge_stats
 from .._ops.moments import merge_dtype
+from .._ops.options import Options
 from .._step.call import Call
+from .._step.checks import named
 from .._torch.autograd import is_capturing, is_without_data
-from ..checks import named
 from ..models import attached
-from ..options import Options
 from ..sync_batchnorm import SyncBatchNorm
 
 

@@ -7,10 +7,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from .._names import name_of
+from .._step.checks import check_callable
 from .._torch.modules import forget_compiled_code
-from ..checks import check_callable
 from ..models import Filter, check_module, is_left_out, modules_with_names
-from ..names import name_of
 from ..sync_batchnorm import SyncBatchNorm
 
 _Module = TypeVar("_Module", bound=nn.Module)

@@ -11,14 +11,14 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from .._errors import notifies_peers
 from .._groups import LOCAL, spec_of
 from .._ops import Moments
+from .._reliability.unsynchronized import check_launch
+from .._step.checks import check_number
 from .._torch.autograd import is_without_data
-from ..checks import check_number
-from ..errors import notifies_peers
 from ..models import check_module
 from ..over_ranks import sum_over_ranks
-from ..unsynchronized import check_launch
 from .freezing import is_frozen
 
 # Replaces a counter of 0: negligible compared to a batch, but above 0 if no rank has a batch.

@@ -7,15 +7,15 @@ from warnings import warn
 import torch
 from torch import nn
 
+from .._errors import notifies_peers
 from .._groups import spec_of
+from .._names import name_of
 from .._ops import Moments
+from .._reliability.unsynchronized import check_launch
 from ..dry_run import batch_loop, dry_run
-from ..errors import notifies_peers
 from ..models import attached
-from ..names import name_of
 from ..over_ranks import sum_over_ranks
 from ..sync_batchnorm import SyncBatchNorm
-from ..unsynchronized import check_launch
 from .accumulation import Accumulation
 from .merging import layers_with_statistics, merged_over_ranks
 

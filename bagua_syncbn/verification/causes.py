@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..names import name_of
+from .._names import name_of
 from ..sync_batchnorm import SyncBatchNorm
 from .ranks import digest
 from .steps import Comparison, Step, differences, tensor_kind, tensors_in

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..checks import check_number, is_distributed
+from .._step.checks import check_number, is_distributed
 from ..dry_run import batch_loop, dry_run
 from ..masked import is_masked
 from ..sync_batchnorm import SyncBatchNorm

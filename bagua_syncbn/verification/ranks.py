@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._groups import ranks_by_text, spec_of
+from .._reliability.unsynchronized import check_launch
+from .._step.checks import is_distributed
 from .._torch.modules import pytree
-from ..checks import is_distributed
 from ..communicators.torch_engine import torch_group_of
-from ..unsynchronized import check_launch
 
 _T = TypeVar("_T")
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from .._errors import notify_peers
 from .._groups import LOCAL, Communicator, replaced_groups
 from .._torch.modules import pytree
 from ..conversion import convert_sync_batchnorm
-from ..errors import notify_peers
 from ..sync_batchnorm import SyncBatchNorm
 from .ranks import Peers
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..checks import check_callable
+from .._step.checks import check_callable
 from ..dry_run import unchanged
 from ..models import check_module, is_data_parallel
 from .causes import causes_of

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from bagua_syncbn import SyncBatchNorm, accumulate_statistics, convert_sync_batchnorm
+from bagua_syncbn._ops.options import Options
 from bagua_syncbn.data_parallel import convert_model
-from bagua_syncbn.options import Options
 from bagua_syncbn.running_statistics import accumulation
 from bagua_syncbn.running_statistics.accumulation import Accumulation
 from tests.helpers import steps

@@ -21,7 +21,7 @@ from bagua_syncbn import (
     recalibrate_statistics,
     sync_batch_norm,
 )
-from bagua_syncbn.errors import raise_if_out_of_memory
+from bagua_syncbn._errors import raise_if_out_of_memory
 from tests.helpers.one_rank import Twin
 
 NAN = float("nan")

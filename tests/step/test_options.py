@@ -8,10 +8,10 @@ import torch
 
 from bagua_syncbn import _ops as ops
 from bagua_syncbn._groups import EVERYONE
+from bagua_syncbn._ops.options import Options
 from bagua_syncbn._reliability import signatures
 from bagua_syncbn._step import by_torch
 from bagua_syncbn._step.call import Call
-from bagua_syncbn.options import Options
 
 Extended: Any = NamedTuple("Extended", [*Options.__annotations__.items(), ("new", int)])
 Extended.__new__.__defaults__ = *Options(), 0

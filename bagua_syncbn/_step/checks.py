@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.jit import is_tracing
 
-from . import _ops as ops
-from ._groups import spec_of
-from ._torch.autograd import is_exporting
-from ._torch.modules import defined_in
-from .names import name_of
-from .options import Options, Tensors
+from .. import _ops as ops
+from .._groups import spec_of
+from .._names import name_of
+from .._ops.options import Options
+from .._torch.autograd import is_exporting
+from .._torch.modules import defined_in
+from .call import Tensors
 
 _Error = TypeVar("_Error", bound=Exception)
 

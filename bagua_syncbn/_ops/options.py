@@ -5,18 +5,7 @@ them. A new option is a field here, an attribute and argument of the layer, and 
 :func:`~bagua_syncbn.sync_batch_norm`.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
-
-from torch import Tensor
-
-# Input, weight, bias and residual of a call.
-Tensors: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
-
-# mask and zero_masked of a call; or a function that returns the checked masking for an input.
-GivenMask: TypeAlias = tuple[Tensor | None, bool] | Callable[[Tensor], Any]
-
-NO_MASK: GivenMask = None, False
+from typing import Any, NamedTuple
 
 
 class Options(NamedTuple):

@@ -10,8 +10,8 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 
+from ._registry import Registry
 from ._torch.autograd import NO_ERRORS, is_without_data
-from .registry import Registry
 
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")

@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from ._step.call import Masking
+from .call import GivenMask, Masking
 from .checks import check_flag, check_is_tensor
-from .options import GivenMask
 
 
 def masking_of(input: Tensor, given: GivenMask) -> Masking | None:

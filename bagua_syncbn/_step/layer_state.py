@@ -6,11 +6,11 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor
 
-from ._groups import EVERYONE, GroupSpec
-from ._step.call import Call
-from ._step.exchange import Exchange
-from .names import Origin
-from .options import Options
+from .._groups import EVERYONE, GroupSpec
+from .._names import Origin
+from .._ops.options import Options
+from .call import Call
+from .exchange import Exchange
 
 # Wraps a layer's calls: called with the next function in the chain (``batch_norm`` is last) and its argument.
 Attachment: TypeAlias = Callable[[Callable[[Call], Tensor], Call], Tensor]

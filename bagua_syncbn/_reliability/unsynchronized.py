@@ -4,10 +4,10 @@ import os
 import warnings
 from typing import Any
 
-from ._groups import spec_of
-from ._groups.spec import rank_and_size
-from ._step.call import Call
-from .functional import first_call_checks
+from .._groups import spec_of
+from .._groups.spec import rank_and_size
+from .._step.call import Call
+from ..functional import first_call_checks
 
 
 def missing_group(process_group: Any) -> str:
