@@ -1,7 +1,7 @@
 """Batch normalization synchronized across the ranks of a job: torch.distributed, Bagua, or a single process."""
 
 try:
-    import torch as _torch  # noqa: F401
+    import torch as _installed  # noqa: F401
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         "bagua_syncbn needs PyTorch 2.10 or later: pip install torch (see https://pytorch.org)", name=error.name
@@ -10,9 +10,10 @@ except ModuleNotFoundError as error:
 import sys as _sys
 
 from . import _cuda  # noqa: F401  # compares the kernels of a CUDA device at their first use
-from . import sharded as _sharded  # noqa: F401  # computes calls with DTensors
 from ._reliability import unsynchronized as _unsynchronized  # noqa: F401  # warns about launched jobs without a group
 from ._reliability.faults import check_ranks
+from .bagua import with_bagua
+from .communicators.sync_group import sync_group
 from .conversion import (
     conversion_report,
     convert_sync_batchnorm,
@@ -21,21 +22,19 @@ from .conversion import (
     revert_sync_batchnorm,
 )
 from .functional import sync_batch_norm
-from .masked import masked
 from .memory import Repeatable, fuse_activations, recompute_outputs
-from .over_ranks import mean_over_ranks
-from .running_statistics import (
+from .statistics import (
     accumulate_statistics,
     freeze_statistics,
+    masked,
+    mean_over_ranks,
     merge_statistics,
     recalibrate_statistics,
     unfreeze_statistics,
 )
 from .sync_batchnorm import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
-from .sync_group import sync_group
 from .verification import measure_batch_noise, verify_synchronization
 from .version import __version__
-from .with_bagua import with_bagua
 
 # Groups and exchanges read and write their state under the GIL.
 if not getattr(_sys, "_is_gil_enabled", lambda: True)():

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from ._cuda import EXPERIMENTAL, check_kernels, cuda_kernels
 from ._ops import DTYPES, KERNELS
-from .communicators import bagua, shared
+from .bagua import engine as bagua
+from .communicators import shared
 from .version import __version__
 
 _BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")

@@ -14,6 +14,7 @@ from weakref import ref
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from .._registry import Registry
 from .._torch.autograd import untraced
@@ -112,6 +113,9 @@ class Engine(Protocol):
 
         Unless ``creates``, returns None if it does not exist yet.
         """
+
+    def is_data_parallel(self, module: nn.Module) -> bool:
+        """Returns whether this engine has made ``module`` itself data parallel."""
 
 
 engines: Registry[Engine] = Registry()

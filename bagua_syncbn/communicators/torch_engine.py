@@ -6,9 +6,12 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from .._groups import DESTROYED, FORKED, Communicator, GroupSpec, RankGroup
 from .._groups.spec import Rule, is_in_job, world
+from .._torch.modules import is_replicated_in_place
 from .c10d import IS_AVAILABLE, is_alive
 from .jobs import Job
 
@@ -40,6 +43,11 @@ def communicator_of(rule: Rule, given: Any, creates: bool) -> Communicator | Non
     if creates and given is not None and not is_alive(given):
         raise RuntimeError(DESTROYED)
     return running_job().communicator("layers", rule, None if rule is None else given, creates)
+
+
+def is_data_parallel(module: nn.Module) -> bool:
+    """Returns whether ``module`` is a DistributedDataParallel, or was made data parallel in place."""
+    return isinstance(module, DistributedDataParallel) or is_replicated_in_place(module)
 
 
 _jobs: WeakKeyDictionary[Any, Job] = WeakKeyDictionary()  # keyed by default group

@@ -17,9 +17,9 @@ from typing import Any
 
 from torch import nn
 
+from ..bagua.with_bagua import with_bagua
 from ..conversion import register_converter
 from ..sync_batchnorm import SyncBatchNorm
-from ..with_bagua import with_bagua
 
 try:
     from bagua.torch_api.contrib import sync_batchnorm as _theirs

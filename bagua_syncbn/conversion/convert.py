@@ -21,10 +21,10 @@ from .._step.checks import check_flag
 from .._step.layer_state import LayerState
 from .._torch.modules import forget_compiled_code
 from ..communicators.torch_engine import group_before
-from ..models import Filter, check_module
 from ..sync_batchnorm import SyncBatchNorm
 from .classes import class_before_conversion, full_name
 from .converters import group_of
+from .models import Filter, check_module
 from .report import FOREIGN, conversion_report
 
 _Module = TypeVar("_Module", bound=nn.Module)

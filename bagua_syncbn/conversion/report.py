@@ -12,9 +12,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from .._names import name_of
 from .._ops import activation_of
 from .._step.checks import check_callable
-from ..models import Filter, check_module, is_data_parallel, is_left_out, modules_with_names
 from ..sync_batchnorm import SyncBatchNorm
 from .converters import class_after_conversion, is_candidate
+from .models import Filter, check_module, is_data_parallel, is_left_out, modules_with_names
 
 Action = Literal["converted", "skipped", "refused"]
 

@@ -11,7 +11,7 @@ from .._names import name_of
 from .._ops.activations import MODULES, activation_of
 from .._torch.modules import check_before_folding
 from ..conversion.convert import undo_hooks
-from ..models import check_module
+from ..conversion.models import check_module
 from ..sync_batchnorm import SyncBatchNorm
 
 _Module = TypeVar("_Module", bound=nn.Module)

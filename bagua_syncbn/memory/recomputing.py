@@ -8,7 +8,7 @@ from typing import Any, TypeVar, overload
 from torch import nn
 
 from ..conversion.convert import undo_hooks
-from ..models import check_module
+from ..conversion.models import check_module
 from .recipes import saved_as_recipes
 
 _Module = TypeVar("_Module", bound=nn.Module)

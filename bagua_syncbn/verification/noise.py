@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .._step.checks import check_number, is_distributed
-from ..dry_run import batch_loop, dry_run
-from ..masked import is_masked
+from ..conversion.dry_run import batch_loop, dry_run
+from ..statistics.masked import is_masked
 from ..sync_batchnorm import SyncBatchNorm
 from .ranks import Peers
 from .verify import inner_model

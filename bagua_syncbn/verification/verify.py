@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .._step.checks import check_callable
-from ..dry_run import unchanged
-from ..models import check_module, is_data_parallel
+from ..conversion.dry_run import unchanged
+from ..conversion.models import check_module, is_data_parallel
 from .causes import causes_of
 from .ranks import Peers, digest
 from .steps import Comparison, Loss, Twins, differences, joined, tensor_kind

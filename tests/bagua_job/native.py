@@ -231,7 +231,7 @@ def install():
 
     import bagua.torch_api.communication as communication
 
-    import bagua_syncbn.communicators.bagua as ours
+    import bagua_syncbn.bagua.engine as ours
 
     # In a thread, because these processes may not have children (which could outlive them).
     communication.start_autotune_server = start_autotune_thread

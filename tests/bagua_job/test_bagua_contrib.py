@@ -10,7 +10,7 @@ from torch import nn
 
 import bagua_syncbn
 import bagua_syncbn.contrib
-from bagua_syncbn.communicators.bagua import resolve_algorithm
+from bagua_syncbn.bagua.engine import resolve_algorithm
 from bagua_syncbn.contrib.algorithms import gradient_allreduce
 
 

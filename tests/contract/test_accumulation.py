@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from bagua_syncbn import SyncBatchNorm, accumulate_statistics, convert_sync_batchnorm
 from bagua_syncbn._ops.options import Options
 from bagua_syncbn.data_parallel import convert_model
-from bagua_syncbn.running_statistics import accumulation
-from bagua_syncbn.running_statistics.accumulation import Accumulation
+from bagua_syncbn.statistics import accumulation
+from bagua_syncbn.statistics.accumulation import Accumulation
 from tests.helpers import steps
 from tests.helpers.observed import collectives
 from tests.helpers.one_rank import Twin

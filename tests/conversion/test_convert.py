@@ -32,7 +32,7 @@ from bagua_syncbn import (
     with_bagua,
 )
 from bagua_syncbn.communicators import LOCAL
-from bagua_syncbn.models import is_data_parallel
+from bagua_syncbn.conversion.models import is_data_parallel
 from tests.helpers.user_layers import BatchNormReLU, Doubled
 
 

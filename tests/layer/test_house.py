@@ -15,12 +15,12 @@ from tests.helpers.steps import draw, step
 PACKAGE = Path(bagua_syncbn.__file__).parent
 # Extras: folders that attach to the core from outside. Training over two ranks needs torch's engine in communicators.
 EXTRAS = [
-    "reliability", "cuda", "memory", "data_parallel", "verification", "contrib", "dry_run", "masked", "over_ranks",
-    "running_statistics", "sharded", "vacancy", "with_bagua", "sync_group",
+    "_reliability", "_cuda", "bagua", "contrib", "data_parallel", "memory", "statistics", "vacancy", "verification",
+    "communicators.sync_group", "conversion.dry_run",
 ]  # fmt: skip
 
 # Folders, and folders that they must not import.
-ROOMS = {"ops": {"groups", "step"}, "groups": {"ops", "step", "communicators"}, "communicators": {"ops"}}
+ROOMS = {"_ops": {"_groups", "_step"}, "_groups": {"_ops", "_step", "communicators"}, "communicators": {"_ops"}}
 
 # Imports the package as a folder, without running __init__: first each room in a fork, then a converted layer on two
 # forked ranks, in which extras cannot be imported.
@@ -52,7 +52,7 @@ def train(rank):
     dist.destroy_process_group()
     return found["running_var"].tolist(), found["input.grad"].tolist()
 
-for room in ("ops", "groups", "communicators"):
+for room in ("_ops", "_groups", "communicators"):
     forked(imports_of, room)
 import bagua_syncbn.communicators
 from bagua_syncbn.conversion import convert_sync_batchnorm

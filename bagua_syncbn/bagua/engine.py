@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .._groups import Communicator, RankGroup, text_of_argument
 from .._groups.spec import Rule, members_by, rank_and_size
 from .._torch.modules import defined_in
-from .torch_engine import running_job
+from ..communicators.torch_engine import running_job
 
 
 class BaguaCommunicator:

@@ -13,7 +13,7 @@ from .._ops.options import Options
 from .._step.call import Call
 from .._step.checks import named
 from .._torch.autograd import is_capturing, is_without_data
-from ..models import attached
+from ..conversion.models import attached
 from ..sync_batchnorm import SyncBatchNorm
 
 

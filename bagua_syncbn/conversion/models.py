@@ -6,11 +6,9 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from ._torch.modules import is_replicated_in_place
-from .communicators import bagua
-from .sync_batchnorm import SyncBatchNorm
+from .._groups import engines
+from ..sync_batchnorm import SyncBatchNorm
 
 Filter = Callable[[str, nn.Module], bool]
 
@@ -74,6 +72,5 @@ def attached(model: nn.Module, what: str, kind: type[_T], make: Callable[[Any], 
 
 
 def is_data_parallel(module: nn.Module) -> bool:
-    """Returns whether ``module`` itself was wrapped by ``with_bagua``, Bagua's method or DistributedDataParallel."""
-    is_wrapped = isinstance(module, DistributedDataParallel) or bagua.is_data_parallel(module)
-    return is_wrapped or is_replicated_in_place(module)
+    """Returns whether an engine has made ``module`` itself data parallel."""
+    return any(engine.is_data_parallel(module) for engine in engines)

@@ -10,7 +10,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from .._names import name_of
 from .._step.checks import check_callable
 from .._torch.modules import forget_compiled_code
-from ..models import Filter, check_module, is_left_out, modules_with_names
+from ..conversion.models import Filter, check_module, is_left_out, modules_with_names
 from ..sync_batchnorm import SyncBatchNorm
 
 _Module = TypeVar("_Module", bound=nn.Module)

@@ -17,9 +17,9 @@ from .._ops import Moments
 from .._reliability.unsynchronized import check_launch
 from .._step.checks import check_number
 from .._torch.autograd import is_without_data
-from ..models import check_module
-from ..over_ranks import sum_over_ranks
+from ..conversion.models import check_module
 from .freezing import is_frozen
+from .over_ranks import sum_over_ranks
 
 # Replaces a counter of 0: negligible compared to a batch, but above 0 if no rank has a batch.
 _NO_BATCH = 2.0**-600

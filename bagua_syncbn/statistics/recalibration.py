@@ -12,12 +12,12 @@ from .._groups import spec_of
 from .._names import name_of
 from .._ops import Moments
 from .._reliability.unsynchronized import check_launch
-from ..dry_run import batch_loop, dry_run
-from ..models import attached
-from ..over_ranks import sum_over_ranks
+from ..conversion.dry_run import batch_loop, dry_run
+from ..conversion.models import attached
 from ..sync_batchnorm import SyncBatchNorm
 from .accumulation import Accumulation
 from .merging import layers_with_statistics, merged_over_ranks
+from .over_ranks import sum_over_ranks
 
 _NAME = "recalibrate_statistics"
 

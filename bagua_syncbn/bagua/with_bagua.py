@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ._groups import engines, spec_of, text_of_argument
-from ._reliability.unsynchronized import warn_at_launch
-from ._torch.modules import composable_replicate, pytree
-from .communicators import bagua
-from .communicators.torch_engine import torch_group_of
-from .models import check_module, is_data_parallel
-from .sync_batchnorm import SyncBatchNorm
+from .._groups import engines, spec_of, text_of_argument
+from .._reliability.unsynchronized import warn_at_launch
+from .._torch.modules import composable_replicate, pytree
+from ..communicators.torch_engine import torch_group_of
+from ..conversion.models import check_module, is_data_parallel
+from ..sync_batchnorm import SyncBatchNorm
+from . import engine as bagua
 
 engines.register(bagua)
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from ._groups import spec_of
-from .communicators.torch_engine import torch_group_of
+from .._groups import spec_of
+from .torch_engine import torch_group_of
 
 
 def sync_group(process_group: Any) -> Any:

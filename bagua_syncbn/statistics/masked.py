@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._step.call import Call, Masking
-from ._step.checks import check_callable, check_flag, check_is_tensor
-from ._step.masks import fits, mask_size, masking_of
-from ._torch.autograd import has_transforms
-from .models import attached
-from .sync_batchnorm import SyncBatchNorm
+from .._step.call import Call, Masking
+from .._step.checks import check_callable, check_flag, check_is_tensor
+from .._step.masks import fits, mask_size, masking_of
+from .._torch.autograd import has_transforms
+from ..conversion.models import attached
+from ..sync_batchnorm import SyncBatchNorm
 
 MaskRule = Callable[[Tensor, torch.Size], Tensor | None]
 

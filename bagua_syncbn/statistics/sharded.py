@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import _ops as ops
-from ._groups import spec_of
-from ._step.call import Call
-from ._step.checks import check_dimensions, is_distributed
-from .functional import batch_norm, special_inputs
+from .. import _ops as ops
+from .._groups import spec_of
+from .._step.call import Call
+from .._step.checks import check_dimensions, is_distributed
+from ..functional import batch_norm, special_inputs
 
 if TYPE_CHECKING:
     import torch.distributed.tensor

@@ -7,17 +7,17 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from . import _ops as ops
-from ._errors import notifies_peers
-from ._groups import LOCAL, Communicator, spec_of
-from ._reliability.faults import differ_text
-from ._reliability.history import history_in
-from ._reliability.protocol import RankExchange, sum_with_header
-from ._reliability.signatures import CallSignature, exact_bits, word_of
-from ._reliability.unsynchronized import warn_at_launch
-from ._step.checks import check_is_tensor, check_number, is_distributed
-from ._step.masks import check_mask
-from ._torch.autograd import is_without_data
+from .. import _ops as ops
+from .._errors import notifies_peers
+from .._groups import LOCAL, Communicator, spec_of
+from .._reliability.faults import differ_text
+from .._reliability.history import history_in
+from .._reliability.protocol import RankExchange, sum_with_header
+from .._reliability.signatures import CallSignature, exact_bits, word_of
+from .._reliability.unsynchronized import warn_at_launch
+from .._step.checks import check_is_tensor, check_number, is_distributed
+from .._step.masks import check_mask
+from .._torch.autograd import is_without_data
 
 _NAME = "mean_over_ranks"
 

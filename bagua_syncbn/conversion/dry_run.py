@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ._groups import LOCAL, spec_of
-from ._step.checks import check_callable
-from ._torch.modules import defined_in
+from .._groups import LOCAL, spec_of
+from .._step.checks import check_callable
+from .._torch.modules import defined_in
+from ..sync_batchnorm import SyncBatchNorm
 from .models import check_module
-from .sync_batchnorm import SyncBatchNorm
 
 # Module attributes that are restored. forward_sync_buffers is torch 2.13's name of broadcast_buffers.
 _STATE = "training", "_sync_state", "broadcast_buffers", "forward_sync_buffers"
