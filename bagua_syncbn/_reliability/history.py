@@ -15,52 +15,75 @@ from .faults import FaultRecord
 from .signatures import CallSignature, exact_bits
 
 
+class Place:
+    """A place in a group's steps, reached by a sequence of calls. Links to the place after each call made here."""
+
+    __slots__ = ("after", "caller", "is_backward", "next")
+
+    def __init__(self, caller: int | None = None, is_backward: bool = False) -> None:
+        self.caller = caller  # caller of the call that leads here
+        self.is_backward = is_backward  # whether that call is a backward
+        self.next: CallSignature | None = None  # the latest call made here
+        self.after: dict[int, Place] = {}  # places by caller
+
+
 class CallHistory:
     """Calls of a group, and predictions that are equal on all ranks. A step starts at a forward after a backward."""
 
-    most = 2**14  # maximum number of predictions; all ranks clear them at the same call
+    most = 2**14  # maximum number of links; all ranks forget them at the same call
 
     def __init__(self, ranks: int) -> None:
         self.exact_bits = exact_bits(ranks)
         self.calls = 0
-        self.number = 1  # next call's number in headers; never 0, the number of compiled calls
         self.probes = 0
         self.compiled: set[int] = set()  # kinds of compiled layers, whose eager calls also use compiled headers
         self.device: torch.device | None = None  # device of probes; None before the first message
         self.failure: str | None = None  # failed call, after which ranks do not agree on the next call
         self.sending: CallSignature | None = None  # unfinished call, in any thread
         self.pending: Any = None  # the Probe for this rank's error, until the peers' answers are read
-        self.last: CallSignature | None = None
-        self.next: CallSignature | None = None  # the call that followed the same sequence in an earlier step
         self.recent: deque[tuple[int, CallSignature]] = deque(maxlen=2**12)  # numbers and signatures of calls
         self._records: dict[str, FaultRecord] = {}  # by type of device
-        self._place = 0  # hash of this step's calls so far
-        # Next call, keyed by position in the step, and by caller of the last call.
-        self._following: dict[int, CallSignature] = {}
+        self.place = self._start = Place()
+        self._links = 0
+        self._followed: dict[int | None, CallSignature] = {}  # by caller: the latest new call that followed
         self._numbers = WeakIdKeyDictionary()
         self._callers: Counter[str] = Counter()
 
+    @property
+    def number(self) -> int:
+        """Number of the next call in headers. Never 0, the number of compiled calls."""
+        return self.calls % (ops.WORD - 1) + 1
+
     def expected(self) -> CallSignature | None:
         """Predicts the next call from the calls of this step, or else from the last call."""
-        if self.next is None and self.last is not None:
-            return self._following.get(self.last.caller)
-        return self.next
+        return self.place.next or self._followed.get(self.place.caller)
 
     def add(self, signature: CallSignature) -> None:
         """Records a call that all ranks have made."""
-        last, following, place = self.last, self._following, self._place
-        if len(following) > self.most:
-            following.clear()
-        following[place] = signature
-        if last is not None:
-            following[last.caller] = signature
-            if last.is_backward and not signature.is_backward:
-                place = 0  # a step begins
-        self.last, self._place = signature, hash((place, signature.caller))
-        self.next = following.get(self._place)
+        if self.place.next is not signature:
+            self._learn(signature)
+        self.place = self.place.after[signature.caller]
         self.calls += 1
         self.recent.append((self.calls, signature))
-        self.number = self.calls % (ops.WORD - 1) + 1
+
+    def _learn(self, signature: CallSignature) -> None:
+        """Predicts ``signature`` for the next time at this place.
+
+        Depends on callers, which all ranks share, but not on the identity of signatures, which caches may recreate.
+        """
+        place, caller = self.place, signature.caller
+        if place.next is not None and place.next.caller == caller:
+            place.next = signature
+            return
+        if self._links >= self.most:
+            self._links, self._start, self._followed = 0, Place(), {}
+            self.place = place = Place(place.caller, place.is_backward)
+        place.next = self._followed[place.caller] = signature
+        if caller not in place.after:
+            begins = place.is_backward and not signature.is_backward
+            origin = self._start if begins else place
+            place.after[caller] = origin.after.setdefault(caller, Place(caller, signature.is_backward))
+            self._links += 1
 
     def numbered(self, name: str, owner: object, kind: str) -> str:
         """Appends "#2" or higher to ``name`` if ``owner`` is not the first of this ``kind`` to make a call."""

@@ -108,7 +108,7 @@ class RankExchange(Exchange):
                     "call, or an exception interrupted it. This group can no longer be used; give each thread a "
                     "separate group from torch.distributed.new_group()"
                 )
-            if number and history.next is not signature:
+            if number and history.place.next is not signature:
                 self._agree_on(signature, packed)
             is_sum = signature.message[0]
             result = communicator.all_reduce(packed) if is_sum else communicator.all_gather(packed)
