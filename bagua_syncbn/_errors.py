@@ -10,7 +10,6 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 
-from ._registry import Registry
 from ._torch.autograd import NO_ERRORS, is_without_data
 
 _P = ParamSpec("_P")
@@ -19,14 +18,9 @@ _Peers: TypeAlias = tuple[Any, Any] | None
 
 _NO_MEMORY = re.compile(r"memory: expected (\d+) values of (\d) bytes on (\S+), got none")  # csrc/allocate.h
 
-error_handlers: Registry[Callable[[Any, Any, Exception], None]] = Registry()
-"""Called with the process group, the layer or model, and the error."""
-
-
-def notify_peers(process_group: Any, layer: Any, error: Exception) -> None:
-    """Makes the peers in ``process_group`` raise, because this rank raises ``error`` in a call of ``layer``."""
-    for handle in error_handlers:
-        handle(process_group, layer, error)
+notify_peers: Callable[[Any, Any, Exception], None] = lambda process_group, layer, error: None  # noqa: E731
+"""Makes peers raise too. Called with the process group, the layer or model, and the error of a call on this rank.
+Set by ``_reliability``."""
 
 
 def handle_error(error: Exception, peers_of: Callable[..., _Peers], /, *args: Any, **kwargs: Any) -> None:

@@ -5,31 +5,41 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.jit import is_tracing
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from . import _ops as ops
 from ._errors import notifies_peers
-from ._groups import ALONE, LOCAL, GroupSpec, spec_of
+from ._groups import LOCAL, Communicator, spec_of
 from ._ops.options import Options
 from ._registry import Registry
 from ._step.by_torch import ByTorch, in_evaluation, suits_torch
 from ._step.call import NO_MASK, Call, Normalization, Statistics
 from ._step.checks import check_flag, check_local_count, check_tensors, check_tracer, checked_options, named
 from ._step.derivatives import differentiable_batch_norm
-from ._step.exchange import Exchange, exchange_of
+from ._step.exchange import Exchange
 from ._step.hooks import hooks
 from ._step.layer_state import CallCache, LayerState
 from ._step.masks import masking_of
 from ._step.normalize import batch_statistics, normalize
-from ._torch.autograd import fake_mode, has_transforms, is_without_data, level_of_duals
+from ._torch.autograd import Mode, as_number, current_mode, is_fake, is_without_data
 
 _PLAIN_CLASSES = Tensor, nn.Parameter
 
-special_inputs: Registry[Callable[[Call], Tensor | None]] = Registry()
-"""Handlers for special input classes such as DTensor. Each returns None for inputs that it does not handle."""
+
+def make_local_exchange(call: Call, options: Options, communicator: Communicator) -> Exchange:
+    """Returns the exchange of a call and of later calls with the same cache key."""
+    is_traced = call.mode is Mode.COMPILED
+    if is_traced:
+        as_number(call.input.size(1))  # makes the size a constant: backward cannot take a symbolic size
+    return Exchange(communicator, is_traced)
+
+
+make_exchange: Callable[[Call, Options, Communicator], Exchange] = make_local_exchange
+"""Returns the exchange for several ranks. Set by ``_reliability``."""
+
+compute_special: Callable[[Call], Tensor | None] = lambda call: None  # noqa: E731
+"""Computes calls with inputs of special classes, such as DTensor; returns None for others. Set by ``statistics``."""
 
 first_call_checks: Registry[Callable[[Call], bool]] = Registry()
 """Checks for eager calls that are not cached. A check that returns False keeps the call out of the cache."""
@@ -137,19 +147,22 @@ def sync_batch_norm(
     buffers = ops.Buffers(running_mean, running_var, num_batches_tracked)
     options = Options(eps, momentum, eps_mode, skip_nonfinite, activation)
     given_mask = NO_MASK if mask is None and zero_masked is False else (mask, zero_masked)
-    group = process_group if training else ALONE
-    return batch_norm(Call(input, weight, bias, residual, buffers, options, training, group, layer, given_mask))
+    group = spec_of(process_group) if training else None
+    mode = current_mode()
+    return batch_norm(Call(input, weight, bias, residual, buffers, options, training, group, layer, mode, given_mask))
 
 
 def batch_norm(call: Call) -> Tensor:
     """Computes :func:`sync_batch_norm`. The caller notifies peers of errors."""
-    input = call.input
+    input, mode = call.input, call.mode
     if type(input) not in _PLAIN_CLASSES:
-        for compute in special_inputs:
-            output = compute(call)
-            if output is not None:
-                return output
-        if isinstance(input, Tensor) and not torch.compiler.is_compiling():
+        output = compute_special(call)
+        if output is not None:
+            return output
+        if is_fake(input) and mode is Mode.EAGER:  # outside of its FakeTensorMode
+            mode = Mode.FAKE
+            call = call._replace(mode=mode)
+        elif isinstance(input, Tensor) and mode is not Mode.COMPILED:
             if has_torch_function_unary(input):
                 # The output gets the input's class, and the attributes that this class copies.
                 compute_plain = lambda plain: batch_norm(call._replace(input=plain))  # noqa: E731
@@ -157,32 +170,31 @@ def batch_norm(call: Call) -> Tensor:
             # The class has no __torch_function__, or torch has disabled it (inside another __torch_function__).
             if type(input).__torch_dispatch__ is Tensor.__torch_dispatch__:
                 return batch_norm(call._replace(input=input.as_subclass(Tensor)))
-    is_compiling = torch.compiler.is_compiling()
-    prepare = None if is_compiling else hooks.prepare
-    norm = _prepare(call, is_compiling) if prepare is None else prepare(call, partial(_prepare, call, False))
+    prepare = None if mode is Mode.COMPILED else hooks.prepare
+    norm = _prepare(call) if prepare is None else prepare(call, partial(_prepare, call))
     if isinstance(norm, ByTorch):
         return norm.normalize(input, call.weight, call.bias, call.residual)
     if norm.statistics is None:
         return _transformed(call, norm)
     output = normalize(input, call.weight, call.bias, call.residual, norm)
-    if not is_compiling and hooks.see_output is not None:
+    if mode is not Mode.COMPILED and hooks.see_output is not None:
         hooks.see_output(output, *call[:4], norm)
     return output
 
 
-def _prepare(call: Call, is_compiling: bool) -> Normalization | ByTorch:
-    """Returns how to normalize the input of ``call``. There are four modes:
+def _prepare(call: Call) -> Normalization | ByTorch:
+    """Returns how to normalize the input of ``call``. There are four ways:
 
     1. Evaluation, with running statistics: :func:`in_evaluation`.
     2. Training in a single-rank group, where F.batch_norm is exact and fast: :class:`ByTorch`.
     3. Training under a torch.func transform or in forward mode: :func:`_transformed` gathers statistics later.
     4. Training: :func:`batch_statistics` gathers statistics and updates the buffers.
     """
-    input = call.input
+    input, mode = call.input, call.mode
     try:
-        checked = _validate(call) if is_compiling else checks_of(call)
+        checked = checks_of(call) if mode is Mode.EAGER else _validate(call)
         # torch.compile in torch 2.12 cannot trace ``is`` between tuples.
-        masking = masking_of(input, call.mask) if is_compiling or call.mask is not NO_MASK else None
+        masking = masking_of(input, call.mask) if mode is Mode.COMPILED or call.mask is not NO_MASK else None
         if checked.is_local:
             check_local_count(input)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -192,9 +204,9 @@ def _prepare(call: Call, is_compiling: bool) -> Normalization | ByTorch:
         return in_evaluation(call, options, masking)
     if checked.is_local and masking is None and suits_torch(call, options):
         return ByTorch(options, call.tracked_buffers)
-    norm = Normalization(options, checked.exchange(), call.layer, masking)
-    if is_compiling or not (has_transforms() or level_of_duals() >= 0):
-        norm.statistics = batch_statistics(input.detach() if is_compiling else input, call, norm)
+    norm = Normalization(options, checked.exchange, call.layer, masking)
+    if mode is not Mode.TRANSFORMED:
+        norm.statistics = batch_statistics(input.detach() if mode is Mode.COMPILED else input, call, norm)
     return norm
 
 
@@ -208,37 +220,32 @@ def _transformed(call: Call, norm: Normalization) -> Tensor:
     return differentiable_batch_norm(*call[:4], norm, gather)
 
 
-# Cache for calls without a layer.
-_caches: dict[Any, CallCache] = {}
+# Caches of calls without a layer.
+_NO_LAYER = LayerState()
 _MOST_CACHES = 256
 
 
 def checks_of(call: Call) -> CallCache:
-    """Checks ``call``, or returns the cached results of an equal call.
+    """Checks an eager ``call``, or returns the cached results of an equal call.
 
     The key contains everything that affects checks and the choice of the exchange, except for values.
 
     Raises:
         TypeError, ValueError, RuntimeError: a tensor or an option is wrong, see :func:`sync_batch_norm`.
     """
-    input, weight, bias, residual, (mean, var, batches), options, training, group, layer, _, accumulate = call
-    # The comparison would become part of a trace; fake results must not reach peers.
-    if is_tracing() or fake_mode() is not None:
-        return _validate(call)
-    ready = (group if type(group) is GroupSpec else spec_of(group)).communicator_if_ready()
-    place: Any = group is not ALONE  # call.synchronizes
+    input, weight, bias, residual, (mean, var, batches), options, uses_batch, group, layer, *_, accumulate = call
+    ready = None if group is None else group.communicator_if_ready()
     try:
-        shape = input.shape
-        if shape[1].__class__ is not int:  # a symbolic size; the trace must not guard on it
-            return _validate(call)
         if layer is None:
-            caches, of_layer, place = _caches, None, (place, shape[1])
+            state, of_layer = _NO_LAYER, None
         else:
             state = layer.__dict__.get("_sync_state") or layer.__dict__.setdefault("_sync_state", LayerState())
-            caches, of_layer = state.caches, (layer.__class__, layer.momentum, state.origin)
+            of_layer = layer.__class__, layer.momentum, state.origin
+        shape = input.shape
+        place = group is None, shape[1]
         key = (
-            options, training, ready, accumulate is None, mean is var, of_layer,
-            input.__class__, input.dtype, input.device, input.layout, shape[1],
+            options, uses_batch, ready, accumulate is None, mean is var, of_layer,
+            input.__class__, input.dtype, input.device, input.layout,
             residual is None
             or (residual.__class__, residual.dtype, residual.device, residual.layout, residual.shape == shape),
             weight is None or (weight.__class__, weight.dtype, weight.device, weight.shape),
@@ -247,39 +254,41 @@ def checks_of(call: Call) -> CallCache:
             var is None or (var.__class__, var.dtype, var.device, var.shape, var.stride()),
             batches is None or (batches.__class__, batches.dtype, batches.device, batches.shape),
         )  # fmt: skip
-        cached = caches.get(place)
+        cached = state.caches.get(place)
         if cached is not None and cached.key == key:
             return cached
     except (AttributeError, IndexError, RuntimeError, ValueError):  # an invalid tensor, or an option that is an array
         return _validate(call)
     checked = _validate(call, key)
     # Not cached if this call created the group: the next call may run in another job.
-    if ready is not None and checked.key is not None:
-        if len(caches) == _MOST_CACHES:
-            caches.clear()
-        caches[place] = checked
+    if checked.key is not None and (group is None or ready is not None):
+        if len(state.caches) == _MOST_CACHES:
+            state.caches.clear()
+        state.caches[place] = checked
     return checked
 
 
 def _validate(call: Call, key: tuple[Any, ...] | None = None) -> CallCache:
     """Checks ``call`` and returns the results. Their key is ``key``, or None if they must not be cached."""
-    input, buffers, training, layer = call.input, call.buffers, call.training, call.layer
-    is_compiling = torch.compiler.is_compiling()
-    check_tensors(call[:4], buffers, training, layer)
+    input, buffers, group, layer, mode = call.input, call.buffers, call.group, call.layer, call.mode
+    check_tensors(call[:4], buffers, call.uses_batch, layer)
     has_data = not is_without_data(input)
-    if not has_data or not (is_compiling or all(check(call) for check in first_call_checks)):
+    if not has_data or not (mode is Mode.COMPILED or all(check(call) for check in first_call_checks)):
         key = None
-    options = checked_options(call.options, training)
-    if not training:
+    options = checked_options(call.options, call.uses_batch)
+    if not call.uses_batch:
         if buffers.running_mean is None or buffers.running_var is None:
             raise ValueError("running_mean, running_var: expected tensors with training=False, got None")
         return CallCache(key, options, None)
-    if not is_compiling and call.mask is not NO_MASK:
+    if mode is not Mode.COMPILED and call.mask is not NO_MASK:
         masking_of(input, call.mask)  # raises before this rank waits for peers to create the group
-    check_tracer(call.group)
+    if group is not None:
+        check_tracer(group)
     if options.momentum is None and buffers.running_mean is not None and buffers.num_batches_tracked is None:
         raise ValueError("num_batches_tracked: expected a tensor, because momentum is None; got None")
     if not has_data:
-        return CallCache(None, options, partial(Exchange, LOCAL))
-    communicator = spec_of(call.group).communicator()
-    return CallCache(key, options, exchange_of(call, options, communicator), communicator.size == 1)
+        return CallCache(None, options, Exchange(LOCAL))
+    communicator = LOCAL if group is None else spec_of(group).communicator()
+    is_local = communicator.size == 1
+    make = make_local_exchange if is_local else make_exchange
+    return CallCache(key, options, make(call, options, communicator), is_local)

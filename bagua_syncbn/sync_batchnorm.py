@@ -13,12 +13,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import _ops as ops
 from ._errors import notifies_peers
-from ._groups import ALONE, EVERYONE, spec_of
+from ._groups import EVERYONE, spec_of
 from ._ops import activation_of
 from ._ops.options import Options
 from ._step.call import NO_MASK, Call, GivenMask
 from ._step.checks import check_dimensions, checked_options, named
 from ._step.layer_state import LayerState
+from ._torch.autograd import current_mode
 from ._torch.modules import is_name_for_tracer
 from .functional import batch_norm
 
@@ -241,12 +242,13 @@ def _call_of(layer: SyncBatchNorm, input: Tensor, residual: Tensor | None, mask:
         weight, bias = layer.weight, layer.bias
         mean, var, batches = layer.running_mean, layer.running_var, layer.num_batches_tracked
     options = Options(layer.eps, layer.momentum, layer.eps_mode, layer.skip_nonfinite, layer.fused_activation)
+    mode = current_mode()
     if layer.training:
         buffers = ops.Buffers(mean, var, batches) if layer.track_running_stats else ops.NO_BUFFERS
-        return Call(input, weight, bias, residual, buffers, options, True, layer._sync_state.group, layer, mask)
+        return Call(input, weight, bias, residual, buffers, options, True, layer._sync_state.group, layer, mode, mask)
     uses_batch = mean is None and var is None
     buffers = ops.NO_BUFFERS if uses_batch else ops.Buffers(mean, var)
-    return Call(input, weight, bias, residual, buffers, options, uses_batch, ALONE, layer, mask)
+    return Call(input, weight, bias, residual, buffers, options, uses_batch, None, layer, mode, mask)
 
 
 def through_attachments(layer: SyncBatchNorm, call: Call) -> Tensor:
@@ -259,7 +261,7 @@ def through_attachments(layer: SyncBatchNorm, call: Call) -> Tensor:
 
 def refuse_alone(go: Callable[[Call], Tensor], call: Call) -> Tensor:
     """Attachment that raises in replicas without callbacks, which would train unsynchronized."""
-    if call.synchronizes:
+    if call.group is not None:
         raise RuntimeError(
             f"{type(call.layer).__name__}: replicas of torch.nn.DataParallel cannot synchronize; use "
             "bagua_syncbn.data_parallel.DataParallelWithCallback, or call patch_replication_callback on the wrapper"

@@ -1,11 +1,10 @@
 """Groups of ranks that synchronize: ``process_group`` arguments, and the interface of communicators."""
 
 from .communicator import LOCAL, Communicator, LocalCommunicator
-from .spec import ALONE, DESTROYED, EVERYONE, FORKED, GroupSpec, RankGroup, engines, replaced_groups, spec_of
+from .spec import DESTROYED, EVERYONE, FORKED, GroupSpec, RankGroup, engines, replaced_groups, spec_of
 from .texts import ranks_by_text, text_of_argument, text_of_ranks
 
 __all__ = [
-    "ALONE",
     "DESTROYED",
     "EVERYONE",
     "FORKED",

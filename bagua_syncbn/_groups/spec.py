@@ -246,8 +246,6 @@ class GroupSpec:
 
 
 EVERYONE = GroupSpec()
-ALONE = GroupSpec(given_communicator=LOCAL)
-"""Group for calls in evaluation. Not the same object as the group of a layer with ``process_group=LOCAL``."""
 
 
 _replacement: GroupSpec | None = None

@@ -50,6 +50,7 @@ from .native import KERNELS, buffers_are_held, hold_buffers
 from .running_stats import (
     NO_BUFFERS,
     Buffers,
+    Received,
     clear_clamped,
     inverse_deviation,
     is_clamped,

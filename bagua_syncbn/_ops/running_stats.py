@@ -25,48 +25,63 @@ class Buffers(NamedTuple):
 NO_BUFFERS = Buffers()
 
 
-def merge_stats(
-    gathered: Tensor, buffers: Buffers, options: Options, ranks: int = 1, fault: Tensor | None = None, call: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
+class Received(NamedTuple):
+    """A message from all ranks, and the arguments with which the next op compares headers."""
+
+    message: Tensor
+    """One row per rank, or the sum over ranks."""
+    summed_over: int = 1
+    """Number of ranks in the sum; 1 for rows."""
+    fault: Tensor | None = None
+    """Where the op records different headers, see :mod:`bagua_syncbn._ops`."""
+    call: int = 0
+    """Number of the call, for the record."""
+
+
+def merge_stats(received: Received, buffers: Buffers, options: Options) -> tuple[Tensor, Tensor, Tensor]:
     """Calls ``batch_norm_gather_stats`` with the eps mode of ``options`` and a counter of any dtype."""
+    message, summed_over, fault, call = received
     running_mean, running_var, counter = buffers
     if counter is not None and counter.dtype != torch.int64:  # cast together with its module
         whole = counter.to(torch.int64)
-        merged = merge_stats(gathered, buffers._replace(num_batches_tracked=whole), options, ranks, fault, call)
+        merged = merge_stats(received, buffers._replace(num_batches_tracked=whole), options)
         counter.copy_(whole)
         return merged
-    eps, is_clamp = options.eps, options.eps_mode != "plus"
-    arguments = gathered, running_mean, running_var, counter, options.momentum, 0.0 if is_clamp else eps, fault
+    eps = 0.0 if options.eps_mode == "clamp" else options.eps
+    arguments = message, running_mean, running_var, counter, options.momentum, eps, fault
     # Each argument that is passed takes half a microsecond.
-    is_plain = ranks == 1 and not options.skip_nonfinite
-    merged = _gather_stats(*arguments) if is_plain else _gather_stats(*arguments, options.skip_nonfinite, ranks, call)
-    if not is_clamp or not eps:
+    is_plain = summed_over == 1 and not options.skip_nonfinite
+    rare = () if is_plain else (options.skip_nonfinite, summed_over, call)
+    merged = _gather_stats(*arguments, *rare)
+    if eps == options.eps:
         return merged
     mean, invstd, count = merged
-    return mean, invstd.clamp(max=eps**-0.5), count
+    return mean, invstd.clamp(max=options.eps**-0.5), count
 
 
 @torch.library.custom_op("bagua_syncbn::updated_buffers", mutates_args=())
 def _updated_buffers(
-    gathered: Tensor, buffers: list[Tensor], momentum: float | None, skip_nonfinite: bool, ranks: int
+    message: Tensor, buffers: list[Tensor], momentum: float | None, skip_nonfinite: bool, summed_over: int
 ) -> list[Tensor]:
     updated = Buffers(*(buffer.clone() for buffer in buffers))
-    merge_stats(gathered, updated, Options(momentum=momentum, skip_nonfinite=skip_nonfinite), ranks)
+    options = Options(momentum=momentum, skip_nonfinite=skip_nonfinite)
+    merge_stats(Received(message, summed_over), updated, options)
     return [buffer for buffer in updated if buffer is not None]
 
 
 @_updated_buffers.register_fake
-def _(gathered: Tensor, buffers: list[Tensor], *_: object) -> list[Tensor]:
+def _(message: Tensor, buffers: list[Tensor], *_: object) -> list[Tensor]:
     return [torch.empty_like(buffer) for buffer in buffers]
 
 
-def update_buffers(gathered: Tensor, buffers: Buffers, options: Options, ranks: int) -> None:
+def update_buffers(received: Received, buffers: Buffers, options: Options) -> None:
     """Updates ``buffers`` like :func:`merge_stats`, in a torch.compile graph.
 
     The op does not mutate its arguments: inductor would move earlier reads of the buffers behind such an op.
     """
     given = [buffer for buffer in buffers if buffer is not None]
-    updated = _updated_buffers(gathered, given, options.momentum, options.skip_nonfinite, ranks)
+    message, summed_over, *_ = received
+    updated = _updated_buffers(message, given, options.momentum, options.skip_nonfinite, summed_over)
     for buffer, new in zip(given, updated, strict=True):
         buffer.copy_(new)
 

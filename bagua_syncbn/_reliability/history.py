@@ -93,11 +93,11 @@ class CallHistory:
             number = self._numbers[owner] = self._callers[kind]
         return f"{name} #{number}" if number > 1 else name
 
-    def record_of(self, device_type: str) -> FaultRecord | None:
-        """Returns the fault record for ops on ``device_type``; None for tensors without values."""
-        if device_type not in self._records and device_type != "meta":
+    def record_of(self, device_type: str) -> FaultRecord:
+        """Returns the fault record for ops on ``device_type``."""
+        if device_type not in self._records:
             self._records[device_type] = FaultRecord(device_type, self.recent)
-        return self._records.get(device_type)
+        return self._records[device_type]
 
 
 # Keyed by group, or by communicator if it has no group; by identity, because communicators may define equality.

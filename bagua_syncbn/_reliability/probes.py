@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.jit import is_tracing
 
+from .. import _errors
 from .. import _ops as ops
-from .._errors import error_handlers
 from .._groups import FORKED, Communicator, spec_of
 from .._names import kind_of, name_of
 from .._ops.headers import headers_differ
@@ -29,7 +29,9 @@ class Probe:
 
     def __init__(self, history: CallHistory, caller: int, communicator: Communicator, device: torch.device) -> None:
         self._recent, self._communicator, expected = history.recent, communicator, history.expected()
-        self._is_sum, numel, dtype = (False, ops.HEADER_SIZE, torch.float32) if expected is None else expected.message
+        self._is_sum, numel, dtype = False, ops.HEADER_SIZE, torch.float32
+        if expected is not None:
+            self._is_sum, numel, dtype = expected.is_sum, expected.numel, expected.dtype
         fingerprint = hash((caller, history.number)) & history.exact_bits
         self._header = ops.header_sums_of(fingerprint) if self._is_sum else ops.header_of(caller, history.number)
         packed = torch.zeros(numel, dtype=dtype, device="cpu")
@@ -64,7 +66,6 @@ class Probe:
         return None if all(header == self._header for header in headers) else headers
 
 
-@error_handlers.register
 def report_error(process_group: Any, layer: Any, error: Exception) -> None:
     """Makes peers raise: sends a probe instead of this rank's next message, without waiting for the answers.
 
@@ -84,7 +85,7 @@ def report_error(process_group: Any, layer: Any, error: Exception) -> None:
         if device is None or history.failure is not None or word_of(kind) in history.compiled:
             return
         record, at_once = history.record_of(device.type), device.type in faults.CHECKED_AT_ONCE
-        if record is not None and record.kind.value and not at_once:  # peers may have stopped sending
+        if record.kind.value and not at_once:  # peers may have stopped sending
             return
         what = f"{type(error).__name__} in {name}, call {history.calls + 1}"
         history.failure = what  # set first, because an interrupt may abort this function
@@ -95,6 +96,9 @@ def report_error(process_group: Any, layer: Any, error: Exception) -> None:
         probe = Probe(history, RAISED, communicator, device)
         probe.begin(communicator, text if at_once else None)
         history.pending = probe
+
+
+_errors.notify_peers = report_error
 
 
 def leave(communicator: Communicator, what: str, error: BaseException) -> None:

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from .. import _ops as ops
+from .. import functional
 from .._groups import Communicator
 from .._names import kind_of, name_of, origin_of
+from .._ops import Received
 from .._ops.headers import headers_differ, record_sums
 from .._ops.options import Options
 from .._step.call import Call
-from .._step.exchange import Exchange, Pass, Received, exchange_makers
-from .._torch.autograd import is_capturing, untraced
+from .._step.exchange import Exchange, Pass
+from .._torch.autograd import Mode, is_capturing, untraced
 from .._torch.process_groups import group_named
 from ..communicators import TorchCommunicator
 from . import faults
@@ -34,34 +35,35 @@ from .watch import watch
 
 
 class RankExchange(Exchange):
-    """Messages of a call, with headers that the ops compare."""
+    """Messages of a layer's calls, with headers that the ops compare."""
 
-    is_traced = False
-    __slots__ = ("_history", "_number", "_record", "_signature", "header", "summable")
+    __slots__ = ("_history", "_record", "_signature", "summable")
 
     def __init__(
-        self, signature: CallSignature, record: FaultRecord | None, communicator: Communicator, history: CallHistory
+        self, signature: CallSignature, record: FaultRecord, communicator: Communicator, history: CallHistory
     ) -> None:
-        self.communicator = communicator
+        super().__init__(communicator)
         self._signature, self._record, self._history = signature, record, history
-        self._number, caller = history.number, signature.caller  # number of the forward in the group
-        if signature.kind in history.compiled:  # peers may run compiled code, which does not count calls
-            self._number, caller = 0, signature.compiled_caller
-        self.summable = signature.message[0]
-        self.header = caller, self._number
-        if self.summable:
-            self.header = hash((caller, self._number)) & history.exact_bits, 0
+        self.summable = signature.is_sum
 
-    def fingerprint(self, which: Pass = "backward") -> int:
+    def open(self) -> tuple[int, int, int]:
+        signature, history = self._signature, self._history
+        # Peers may run compiled code, which does not count calls.
+        number = 0 if signature.kind in history.compiled else history.calls % (ops.WORD - 1) + 1
+        if self.summable:  # the ops add up a fingerprint instead of comparing headers
+            return number, self.fingerprint(number, "forward"), 0
+        return number, signature.caller if number else signature.compiled_caller, number
+
+    def fingerprint(self, number: int, which: Pass = "backward") -> int:
         signature, history = getattr(self._signature, which), self._history
-        if not self._number:
-            return hash((signature.compiled_caller, 0)) & history.exact_bits
-        return hash((signature.caller, history.number, self._number)) & history.exact_bits
+        header = (signature.caller, history.calls, number) if number else (signature.compiled_caller, 0)
+        return hash(header) & history.exact_bits
 
-    def check(self, rows: Tensor | None = None) -> None:
+    def check(self, number: int, rows: Tensor | None = None) -> None:
         history, record = self._history, self._record
-        if record is not None and record.is_checked_at_once and record.kind.value:
-            own = self._describe(self._signature if rows is not None else self._signature.backward, history.calls)
+        if record.is_checked_at_once and record.kind.value:
+            signature = self._signature if rows is not None else self._signature.backward
+            own = self._describe(signature, history.calls, number)
             if record.kind.value == 2:  # an invalid count, which all ranks have read
                 history.failure = own
                 record.raise_if_found()
@@ -70,34 +72,34 @@ class RankExchange(Exchange):
             self._disagree(own, torch.device("cpu"), headers)
         history.sending = None
 
-    def total(self, values: Tensor) -> Tensor:
+    def total(self, values: Tensor, number: int) -> Tensor:
         signature, record, history = self._signature.derivative, self._record, self._history
         total, differ = sum_with_header(
-            lambda packed: self.send(packed, "derivative")[0],
+            lambda packed: self.send(packed, "derivative", number).message,
             values,
-            self.fingerprint("derivative"),
+            self.fingerprint(number, "derivative"),
             self.communicator.size,
         )
-        if record is not None and record.is_checked_at_once and type(total) is Tensor:
+        if record.is_checked_at_once:
             if differ.tolist():
-                self._disagree(self._describe(signature, history.calls), total.device)
+                self._disagree(self._describe(signature, history.calls, number), total.device)
         else:
-            record_sums(None if record is None else record.tensor, differ, history.calls if self._number else 0)
+            record_sums(record.tensor, differ, history.calls if number else 0)
             total = total.where(~differ, torch.nan)
         history.sending = None
         return total
 
-    def send(self, packed: Tensor, which: Pass = "forward") -> Received:
+    def send(self, packed: Tensor, which: Pass = "forward", number: int = 0) -> Received:
         """Sends a message after making sure that all ranks send the same kind of message.
 
         ``history.sending`` is set until agreement is confirmed. If an exception interrupts this, the next message
         that peers expect is unknown, so the group has failed.
         """
-        history, record, number, communicator = self._history, self._record, self._number, self.communicator
+        history, record, communicator = self._history, self._record, self.communicator
         signature: CallSignature = getattr(self._signature, which)
         if history.failure is not None:
             resume(history)
-        if record is not None and record.kind.value:
+        if record.kind.value:
             record.raise_if_found()
         # Threads cannot switch between this read and write, because Python runs no call or jump in between.
         unfinished, history.sending = history.sending, signature
@@ -109,13 +111,13 @@ class RankExchange(Exchange):
                     "separate group from torch.distributed.new_group()"
                 )
             if number and history.place.next is not signature:
-                self._agree_on(signature, packed)
-            is_sum = signature.message[0]
-            result = communicator.all_reduce(packed) if is_sum else communicator.all_gather(packed)
+                self._agree_on(signature, packed, number)
+            is_sum = signature.is_sum
+            message = communicator.all_reduce(packed) if is_sum else communicator.all_gather(packed)
             if number:
                 history.add(signature)
         except BaseException as error:
-            failure = self._describe(signature, history.calls + 1)
+            failure = self._describe(signature, history.calls + 1, number)
             if history.failure == failure:  # all ranks have detected the mismatch
                 raise
             history.failure = failure
@@ -127,21 +129,20 @@ class RankExchange(Exchange):
                 f"{communicator.size}: {type(error).__name__}: {error}. A peer died, raised an error, was late, or ran "
                 "different code until the timeout; this group can no longer be used"
             ) from error
-        fault = None if record is None else record.tensor
-        return result, communicator.size if is_sum else 1, fault, history.calls if number else 0
+        return Received(message, communicator.size if is_sum else 1, record.tensor, history.calls if number else 0)
 
-    def _agree_on(self, signature: CallSignature, packed: Tensor) -> None:
+    def _agree_on(self, signature: CallSignature, packed: Tensor, number: int) -> None:
         """Sends a probe unless all ranks expect this call. Raises RuntimeError on all ranks if their probes differ."""
         history, device, expected = self._history, packed.device, self._history.expected()
         is_expected = expected is not None and expected.caller == signature.caller
-        if is_expected or type(packed) is not Tensor or is_capturing():
+        if is_expected or is_capturing():
             return
         if history.device is None:  # the first message in the group
             watch(history, self.communicator)
         history.probes += 1
         headers = Probe(history, signature.caller, self.communicator, device).send()
         if headers is not None:
-            self._disagree(self._describe(signature, history.calls + 1), device, headers)
+            self._disagree(self._describe(signature, history.calls + 1, number), device, headers)
         history.device = device
 
     def _disagree(self, own: str, device: torch.device, headers: Sequence[Sequence[float]] = ()) -> NoReturn:
@@ -160,10 +161,10 @@ class RankExchange(Exchange):
                 texts = decode(communicator.all_gather(encode(own)))
         raise RuntimeError(differ_text(own, enumerate(texts)))
 
-    def _describe(self, signature: CallSignature, call: int) -> str:
-        if not self._number:
+    def _describe(self, signature: CallSignature, call: int, number: int) -> str:
+        if not number:
             return f"{signature.text}, of a model that was compiled"
-        of_forward = f", of the forward in call {self._number}" if signature.is_backward else ""
+        of_forward = f", of the forward in call {number}" if signature.is_backward else ""
         return f"{signature.text}, call {call}{of_forward}"
 
 
@@ -178,10 +179,12 @@ class CompiledExchange(Exchange):
         super().__init__(communicator, True)
         self.summable = sends_summable(call.input, communicator)
         name, kind, shared = getattr(communicator, "name", None), kind_of(call.layer), shared_options(call, options)
-        header, self._fingerprint = note_compilation(name, communicator.size, kind, self.summable, *shared)
-        self.header = header, 0
+        self._caller, self._fingerprint = note_compilation(name, communicator.size, kind, self.summable, *shared)
 
-    def fingerprint(self) -> int:
+    def open(self) -> tuple[int, int, int]:
+        return 0, self._caller, 0
+
+    def fingerprint(self, number: int) -> int:
         return self._fingerprint
 
 
@@ -205,12 +208,10 @@ def note_compilation(group_name: str | None, ranks: int, kind: str, summable: bo
     return header, hash((backward, 0)) & exact_bits(ranks)
 
 
-@exchange_makers.register
-def compared_exchange(call: Call, options: Options, communicator: Communicator) -> Callable[[], Exchange]:
-    """Returns a function that creates exchanges for ``call`` and later calls with the same cache key."""
-    if torch.compiler.is_compiling():
-        exchange = CompiledExchange(call, options, communicator)
-        return lambda: exchange
+def compared_exchange(call: Call, options: Options, communicator: Communicator) -> Exchange:
+    """Returns the exchange of ``call`` and of later calls with the same cache key."""
+    if call.mode is Mode.COMPILED:
+        return CompiledExchange(call, options, communicator)
     history, layer, kind, name = history_in(communicator), call.layer, kind_of(call.layer), name_of(call.layer)
     origin = origin_of(layer)
     if origin is not None:
@@ -218,5 +219,7 @@ def compared_exchange(call: Call, options: Options, communicator: Communicator) 
     elif layer is not None:
         name = history.numbered(name, layer, kind)
     signature = signature_of(name, kind, shared_options(call, options), sends_summable(call.input, communicator))
-    record = history.record_of(call.input.device.type) if type(call.input) is Tensor else None
-    return partial(RankExchange, signature, record, communicator, history)
+    return RankExchange(signature, history.record_of(call.input.device.type), communicator, history)
+
+
+functional.make_exchange = compared_exchange

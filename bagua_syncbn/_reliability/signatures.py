@@ -46,7 +46,9 @@ class CallSignature:
     caller: int  # two hashes in one number: the layer; direction and options
     kind: int  # hash of the model's class, or of the class of a layer outside of a model
     text: str  # for errors
-    message: tuple[bool, int, torch.dtype]  # whether it is summed (else gathered), size, dtype
+    is_sum: bool  # whether messages are summed, instead of gathered
+    numel: int  # size of a message
+    dtype: torch.dtype  # of a message
     is_backward: bool = False
 
     def __post_init__(self) -> None:
@@ -84,10 +86,10 @@ def signature_of(name: str, kind: str, shared: tuple[Any, ...], summable: bool) 
         details += f", {field}={value}" if value != default else ""
     details += f", {updates}" if updates else ""
 
-    def signature(direction: str, *message: Any) -> CallSignature:
+    def signature(direction: str, is_sum: bool, numel: int, dtype: torch.dtype) -> CallSignature:
         caller = word_of(name) * ops.WORD + word_of(f"{direction} ({details})")
         text = f"{direction} of {name} ({details})"
-        return CallSignature(caller, word_of(kind), text, message, direction != "forward")
+        return CallSignature(caller, word_of(kind), text, is_sum, numel, dtype, direction != "forward")
 
     dtype = torch.float64 if is_double else torch.float32
     size = 2 * channels + ops.HEADER_SUMS_SIZE

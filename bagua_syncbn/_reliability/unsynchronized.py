@@ -38,5 +38,6 @@ def warn_at_launch(what: str, process_group: Any, stacklevel: int) -> None:
 
 @first_call_checks.register
 def _check_first_call(call: Call) -> bool:
-    warn_at_launch("batch normalization is not synchronized", call.group, stacklevel=3)
+    if call.group is not None:
+        warn_at_launch("batch normalization is not synchronized", call.group, stacklevel=3)
     return True

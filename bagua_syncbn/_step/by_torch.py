@@ -8,11 +8,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.jit import is_tracing
 
 from .. import _ops as ops
 from .._ops.options import Options
-from .._torch.autograd import is_transforming
+from .._torch.autograd import Mode
 from .call import Call, Masking, Normalization, apply_epilogue
 from .hooks import hooks
 
@@ -33,14 +32,14 @@ def suits_torch(call: Call, options: Options) -> bool:
     supported = Options(options.eps, options.momentum, activation=options.activation)
     if options.momentum is None or options != supported or call.accumulate is not None:
         return False
-    is_recorded = _is_recorded(input)
+    is_recorded = call.mode is not Mode.EAGER
     if (options.activation is not None or call.residual is not None) and not is_recorded:
         return False
     is_cpu = input.device.type == "cpu"
     rounds = is_cpu and input.dtype in ops.HALF_DTYPES
     if rounds or not _torch_takes(input, (*buffers[:2], call.weight, call.bias)):
         return False
-    if is_tracing():
+    if call.mode is Mode.TRACED:
         return True
     if input.numel() == 0:  # not in a trace, which also runs for other sizes
         return False
@@ -56,12 +55,6 @@ def _torch_takes(input: Tensor, tensors: Iterable[Tensor | None]) -> bool:
     dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
     is_mixed = dtypes == {torch.float32} and input.dtype in ops.HALF_DTYPES
     return dtypes <= {input.dtype} or is_mixed
-
-
-def _is_recorded(input: Tensor) -> bool:
-    """Returns whether a tracer, compiler or transform (anything besides autograd) records the call."""
-    is_traced = is_tracing() or torch.compiler.is_compiling() or isinstance(input.numel(), torch.SymInt)
-    return is_traced or is_transforming()
 
 
 class ByTorch(NamedTuple):
@@ -105,11 +98,11 @@ def in_evaluation(call: Call, options: Options, masking: Masking | None) -> Norm
     mean, var = call.buffers[:2]
     assert mean is not None
     assert var is not None
-    if not torch.compiler.is_compiling() and hooks.are_set:  # the buffers may change before a recomputation
+    if call.mode is not Mode.COMPILED and hooks.are_set:  # the buffers may change before a recomputation
         mean, var = mean.clone(), var.clone()
     masking = masking if masking is not None and masking.zeroes else None
     has_epilogue = options.activation is not None or call.residual is not None or masking is not None
-    if not has_epilogue or _is_recorded(call.input):
+    if not has_epilogue or call.mode is not Mode.EAGER:
         return ByTorch(options, ops.Buffers(mean, var), False, masking)
     dtype = ops.accumulate_dtype(call.input.dtype)
     invstd = ops.inverse_deviation(var.to(dtype), options)

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor, nn
 
 from .. import _ops as ops
-from .._groups import ALONE
+from .._groups import GroupSpec
 from .._ops.options import Options
+from .._torch.autograd import Mode
 from .exchange import Exchange
 
 # Input, weight, bias and residual of a call.
@@ -24,8 +25,8 @@ NO_MASK: GivenMask = None, False
 # Mean (C), inverse deviation (C) and number of values per channel (int64 scalar) over all ranks.
 Statistics: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
-# Called with all ranks' rows or their sum, the number of ranks in the sum, and the options.
-Accumulate: TypeAlias = Callable[[Tensor, int, Options], None]
+# Called with the statistics of all ranks and the options.
+Accumulate: TypeAlias = Callable[[ops.Received, Options], None]
 
 
 class Call(NamedTuple):
@@ -37,19 +38,15 @@ class Call(NamedTuple):
     residual: Tensor | None
     buffers: ops.Buffers
     options: Options
-    training: bool
-    """Whether batch statistics normalize the input."""
-    group: Any
-    """Ranks that share statistics: a GroupSpec or a process group; :data:`ALONE` in evaluation."""
+    uses_batch: bool
+    """Whether batch statistics normalize the input, instead of running statistics."""
+    group: GroupSpec | None
+    """Ranks that share statistics; None in evaluation, where nothing synchronizes."""
     layer: nn.Module | None
+    mode: Mode
     mask: GivenMask = NO_MASK
     accumulate: Accumulate | None = None
     """If given, receives the statistics instead of the buffers."""
-
-    @property
-    def synchronizes(self) -> bool:
-        """True for training calls over a group. Use this instead of ``layer.training``."""
-        return self.group is not ALONE
 
     @property
     def tracked_buffers(self) -> ops.Buffers:
@@ -91,6 +88,8 @@ class Normalization:
     masking: Masking | None = None
     statistics: Statistics | None = None
     """None under a torch.func transform, until the differentiable form has gathered them."""
+    number: int = 0
+    """Number of the call in the group, see :meth:`.Exchange.open`."""
 
 
 def apply_epilogue(output: Tensor, residual: Tensor | None, options: Options, masking: Masking | None = None) -> Tensor:

@@ -173,7 +173,7 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(values: Tensor, norm: Normalization) -> Tensor:
         assert norm.exchange is not None
-        return norm.exchange.total(values.clone())
+        return norm.exchange.total(values.clone(), norm.number)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

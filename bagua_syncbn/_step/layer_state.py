@@ -23,8 +23,8 @@ class CallCache(NamedTuple):
 
     key: tuple[Any, ...] | None
     options: Options
-    exchange: Callable[[], Exchange] | None
-    """Creates the exchange if the call uses batch statistics; None for running statistics."""
+    exchange: Exchange | None
+    """The exchange if the call uses batch statistics; None for running statistics."""
     is_local: bool = False
     """True for batch statistics in a single-rank group."""
 
@@ -41,8 +41,8 @@ class LayerState:
     """Last requested mode of a layer that freeze_statistics keeps in evaluation; None for other layers."""
     attachments: tuple[Attachment, ...] = ()
     """Wrappers of each call, outermost last."""
-    caches: dict[bool, CallCache] = field(default_factory=dict)
-    """Cached calls: unsynchronized and synchronized. Replicas share them."""
+    caches: dict[tuple[bool, int], CallCache] = field(default_factory=dict)
+    """Cached calls: synchronized or not, by number of channels. Replicas share them."""
 
     def attached(self, kind: type[_T]) -> _T | None:
         """Returns the attachment of class ``kind``, or None."""

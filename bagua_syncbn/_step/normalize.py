@@ -27,22 +27,23 @@ def batch_statistics(input: Tensor, call: Call, norm: Normalization) -> Statisti
     """
     exchange, options = norm.exchange, norm.options
     assert exchange is not None
+    norm.number, *header = exchange.open()
     if norm.masking is None and not exchange.summable:
-        row = ops.batch_norm_stats(input, *exchange.header)
+        row = ops.batch_norm_stats(input, *header)
     else:
         mask = None if norm.masking is None else norm.masking.positions
-        row = ops.batch_norm_stats(input, *exchange.header, mask, exchange.summable)
+        row = ops.batch_norm_stats(input, *header, mask, exchange.summable)
+    received = exchange.send(row, "forward", norm.number)
     is_tracked = call.buffers.running_mean is not None and call.accumulate is None
     buffers = call.buffers if is_tracked else ops.NO_BUFFERS  # call.tracked_buffers
-    rows, ranks, fault, number = exchange.send(row)
     if call.accumulate is not None:
-        call.accumulate(rows, ranks, options)
+        call.accumulate(received, options)
     if exchange.is_traced:
         # Separate from the statistics: a graph that recomputes them in backward must not read updated buffers.
-        ops.update_buffers(rows, buffers, options, ranks)
-        return ops.merge_stats(rows, ops.NO_BUFFERS, options, ranks)
-    statistics = ops.merge_stats(rows, buffers, options, ranks, fault, number)
-    exchange.check(rows)
+        ops.update_buffers(received, buffers, options)
+        return ops.merge_stats(received, ops.NO_BUFFERS, options)
+    statistics = ops.merge_stats(received, buffers, options)
+    exchange.check(norm.number, received.message)
     return statistics
 
 
@@ -120,7 +121,7 @@ class _Normalize(torch.autograd.Function):
             if norm.options.activation is not None or masking is not None:
                 grad, reduce_args, elemt_args = activation_args(grad_output, input, bias, residual, norm)
             # Communicates only if needs[0]: the model determines it, so all ranks agree.
-            fingerprint = exchange.fingerprint() if needs[0] and exchange is not None else None
+            fingerprint = exchange.fingerprint(norm.number) if needs[0] and exchange is not None else None
             sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(
                 grad_output, input, mean, invstd, weight, fingerprint, *reduce_args
             )
@@ -129,14 +130,14 @@ class _Normalize(torch.autograd.Function):
                 # Not backward_elemt with zero sums: zero times an infinite invstd is NaN.
                 grad_input = ops.batch_norm_elemt(grad, weight, None, torch.zeros_like(mean), invstd)
             elif needs[0]:
-                sums, *header_args = exchange.send(sums, "backward")
+                sums, *header_args = exchange.send(sums, "backward", norm.number)
                 if norm.options.eps_mode != "plus":
                     ops.clear_clamped(sums, invstd, norm.options)
                 grad_input = elementwise.batch_norm_backward_elemt(
                     grad, input, weight, mean, invstd, sums, count, *header_args, **elemt_args
                 )
                 grad_input = elemt_args.get("grad_input", grad_input)
-                exchange.check()
+                exchange.check(norm.number)
         except Exception as error:
             handle_error(error, peers_of_backward, ctx, grad_output)
             raise

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum
 from functools import partial
 from typing import Any, TypeVar
 
@@ -9,6 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.fx.proxy import TraceError
+from torch.jit import is_tracing
 from torch.utils import _python_dispatch, checkpoint
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -40,6 +42,44 @@ def is_transforming() -> bool:
     return not torch.compiler.is_compiling() and (has_transforms() or level_of_duals() >= 0)
 
 
+# Returns the active FakeTensorMode, or None.
+_fake_mode: Callable[[], Any] = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE)
+
+
+class Mode(Enum):
+    """What runs a call."""
+
+    EAGER = 0
+    TRANSFORMED = 1  # torch.func or forward-mode differentiation, in eager code
+    FAKE = 2  # a FakeTensorMode: tensors have shapes but no values
+    TRACED = 3  # torch.jit.trace
+    COMPILED = 4  # torch.compile or torch.export
+
+
+def current_mode() -> Mode:
+    """Returns the mode of the current call."""
+    if torch.compiler.is_compiling():
+        return Mode.COMPILED
+    if is_tracing():
+        return Mode.TRACED
+    if has_transforms() or level_of_duals() >= 0:
+        return Mode.TRANSFORMED
+    return Mode.EAGER if _fake_mode() is None else Mode.FAKE
+
+
+def is_fake(value: object) -> bool:
+    """Returns whether ``value`` is a fake tensor."""
+    return isinstance(value, FakeTensor)
+
+
+def is_without_data(value: object) -> bool:
+    """Returns whether results of ``value`` have a shape but no values, in eager code: it is a meta or fake tensor, or
+    a FakeTensorMode is active."""
+    if torch.compiler.is_compiling():
+        return False
+    return is_fake(value) or (isinstance(value, torch.Tensor) and value.is_meta) or _fake_mode() is not None
+
+
 # Returns the tensor, or the tensor inside a wrapper that a finished transform left behind.
 unwrapped: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.unwrap_if_dead
 
@@ -48,19 +88,6 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """Returns ``function.apply`` without its checks for transforms and wrappers, for :func:`unwrapped` tensors."""
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # pyrefly: ignore[missing-attribute]
     return apply
-
-
-# Returns the active FakeTensorMode, under which all results are fake, or None.
-fake_mode: Callable[[], Any] = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE)
-
-
-def is_without_data(value: object) -> bool:
-    """Returns whether results of ``value`` have a shape but no values, in eager code: it is a meta or fake tensor, or
-    a FakeTensorMode is active."""
-    if torch.compiler.is_compiling():
-        return False
-    is_fake = isinstance(value, FakeTensor) or (isinstance(value, torch.Tensor) and value.is_meta)
-    return is_fake or fake_mode() is not None
 
 
 def is_capturing() -> bool:

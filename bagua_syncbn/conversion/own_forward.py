@@ -17,11 +17,10 @@ from torch.fx import Proxy
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from .. import _ops as ops
-from .._groups import ALONE
 from .._ops.options import Options
 from .._step.call import Call
 from .._step.hooks import hooks
-from .._torch.autograd import unseen_by_selective_checkpointing
+from .._torch.autograd import current_mode, unseen_by_selective_checkpointing
 from ..sync_batchnorm import SyncBatchNorm, as_one_node, through_attachments
 
 
@@ -149,9 +148,10 @@ class _Redirect(TorchFunctionMode):
                     options = Options(
                         call.eps, call.momentum, layer.eps_mode, layer.skip_nonfinite, layer.fused_activation
                     )
-                    group = layer._sync_state.group if call.training else ALONE
-                    tensors = call.input, call.weight, call.bias, None
-                    return through_attachments(layer, Call(*tensors, buffers, options, call.training, group, layer))
+                    group = layer._sync_state.group if call.training else None
+                    tensors, mode = (call.input, call.weight, call.bias, None), current_mode()
+                    observed = Call(*tensors, buffers, options, call.training, group, layer, mode)
+                    return through_attachments(layer, observed)
             elif layer.training and call.training and not call.uses(list(layer.modules())[1:]):
                 raise _unsynchronized(layer, "called F.batch_norm with tensors that are not the layer's")
         return func(*args, **kwargs)

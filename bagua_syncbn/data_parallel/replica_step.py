@@ -18,7 +18,7 @@ from .._step.checks import named
 from .._step.derivatives import differentiable_batch_norm, gradients_of
 from .._step.exchange import Exchange
 from .._step.normalize import activation_args, epilogue_args
-from .._torch.autograd import is_batched, is_transforming
+from .._torch.autograd import is_batched, is_transforming, is_without_data
 from ..functional import checks_of
 from .replicas import Replicas, TensorSequence, in_streams, stream_of
 
@@ -34,7 +34,7 @@ class Replica:
     layer: str
 
     def __call__(self, go: Callable[[Call], Tensor], call: Call) -> Tensor:
-        if not call.synchronizes or self.replicas.size == 1:
+        if call.group is None or self.replicas.size == 1 or is_without_data(call.input):
             return go(call)
         if call.has_mask:
             raise RuntimeError(f"{self.layer}: masks are not supported in replicas; use one process per device")
@@ -60,10 +60,10 @@ def _forward(norm: Normalization, call: Call, sent: Sequence[Any]) -> list[Tenso
 
     ``sent`` has each replica's input, weight, bias, residual and row of statistics.
     """
-    rows = torch.stack([row.to(sent[0][0].device) for *_, row in sent])
+    received = ops.Received(torch.stack([row.to(sent[0][0].device) for *_, row in sent]))
     if call.accumulate is not None:
-        call.accumulate(rows, 1, norm.options)
-    merged = ops.merge_stats(rows, call.tracked_buffers, norm.options)
+        call.accumulate(received, norm.options)
+    merged = ops.merge_stats(received, call.tracked_buffers, norm.options)
     statistics = [[value.to(input.device) for value in merged] for input, *_ in sent]
     tensors = [tensor for *own, _ in sent for tensor in own]
     # Replica 0 may run without gradients while a peer needs gradients.

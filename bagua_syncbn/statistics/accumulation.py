@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._ops import NO_BUFFERS, Buffers, Moments, merge_stats
+from .._ops import NO_BUFFERS, Buffers, Moments, Received, merge_stats
 from .._ops.moments import merge_dtype
 from .._ops.options import Options
 from .._step.call import Call
 from .._step.checks import named
-from .._torch.autograd import is_capturing, is_without_data
+from .._torch.autograd import Mode, is_capturing, is_without_data
 from ..conversion.models import attached
 from ..sync_batchnorm import SyncBatchNorm
 
@@ -31,26 +31,26 @@ class Accumulation:
         self._options: Options | None = None
 
     def __call__(self, go: Callable[[Call], Tensor], call: Call) -> Tensor:
-        if not call.training or call.buffers.running_mean is None or is_without_data(call.input):
+        if not call.uses_batch or call.buffers.running_mean is None or is_without_data(call.input):
             return go(call)
         error = ""
         if call.buffers.running_mean is not getattr(call.layer, "running_mean", None):
             error = "running_mean: while statistics accumulate, a custom forward must pass the buffer, not a view"
-        elif not torch.compiler.is_compiling() and is_capturing():
+        elif call.mode is not Mode.COMPILED and is_capturing():
             error = "a CUDA graph cannot be captured while statistics accumulate, because replays run no Python"
         if error:
             raise named(RuntimeError(error), call.layer)
         return go(call._replace(accumulate=self.take))
 
-    def take(self, gathered: Tensor, ranks: int, options: Options) -> None:
-        """Adds a batch, with arguments as for ``batch_norm_gather_stats``."""
-        batch = self._merged(gathered, ranks)
+    def take(self, received: Received, options: Options) -> None:
+        """Adds the statistics of a batch."""
+        batch = self._merged(received)
         is_lazy = self.row.size(1) != batch.size(1)
-        self.row = batch if is_lazy else self._merged(torch.cat([self.row, batch]))
+        self.row = batch if is_lazy else self._merged(Received(torch.cat([self.row, batch])))
         self._options = options
 
-    def _merged(self, gathered: Tensor, ranks: int = 1) -> Tensor:
-        mean, invstd, count = merge_stats(gathered, NO_BUFFERS, Options(eps=0.0), ranks)
+    def _merged(self, received: Received) -> Tensor:
+        mean, invstd, count = merge_stats(received, NO_BUFFERS, Options(eps=0.0))
         # If headers differ between ranks, the op returns NaN and a count of 0. A count of -1 keeps the row invalid.
         count = count.masked_fill((count == 0) & mean.isnan().any(), -1)
         return Moments(mean, invstd**-2, count.view(1)).as_row().to(self.row.dtype)
@@ -59,7 +59,7 @@ class Accumulation:
         """Updates the buffers of ``layer`` as a single batch would, with the options of the last batch."""
         if self._options is not None:
             buffers = Buffers(layer.running_mean, layer.running_var, layer.num_batches_tracked)
-            merge_stats(self.row, buffers, self._options)
+            merge_stats(Received(self.row), buffers, self._options)
 
 
 @contextmanager

@@ -143,10 +143,10 @@ def sum_over_ranks(
         what = f"{what} of {type(module).__name__}"
         what = history.numbered(what, module, what)
     kind, text, numel = word_of(what), f"{what} ({details})", packed.numel() + 1 + ops.HEADER_SUMS_SIZE
-    signature = CallSignature(kind * ops.WORD + word_of(text), kind, text, (True, numel, torch.float64))
-    record = history.record_of(packed.device.type) if type(packed) is Tensor else None
-    exchange = RankExchange(signature, record, communicator, history)
-    total, one = exchange.total(torch.cat([packed, packed.new_ones(1)])).tensor_split([-1])
+    signature = CallSignature(kind * ops.WORD + word_of(text), kind, text, True, numel, torch.float64)
+    exchange = RankExchange(signature, history.record_of(packed.device.type), communicator, history)
+    number, *_ = exchange.open()
+    total, one = exchange.total(torch.cat([packed, packed.new_ones(1)]), number).tensor_split([-1])
     if module is not None and one.isnan():  # on a device, where the host has not compared headers
         raise RuntimeError(differ_text(what))
     return total

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from .. import _ops as ops
+from .. import functional
 from .._groups import spec_of
 from .._step.call import Call
 from .._step.checks import check_dimensions, is_distributed
-from ..functional import batch_norm, special_inputs
+from ..functional import batch_norm
 
 if TYPE_CHECKING:
     import torch.distributed.tensor
     from torch.distributed.tensor import DTensor, Placement
 
 
-@special_inputs.register
 def _on_shards(call: Call) -> Tensor | None:
     """Computes ``call`` on the shards of this rank; returns a DTensor placed like the input. Returns None if the input
     is not a DTensor."""
@@ -32,7 +32,7 @@ def _on_shards(call: Call) -> Tensor | None:
     buffers = ops.Buffers(*map(shards.buffer, ops.Buffers._fields, call.buffers))
     if call.has_mask:
         raise TypeError("mask: expected None with a DTensor input, got a mask; pass input.to_local() and its mask")
-    if call.training:
+    if call.uses_batch:
         shards.check_group(call.group)
     if residual is not None:
         residual = shards.local("residual", residual, shards.placements)
@@ -46,6 +46,9 @@ def _on_shards(call: Call) -> Tensor | None:
     return torch.distributed.tensor.DTensor.from_local(
         output, shards.mesh, shards.placements, run_check=False, shape=input.shape, stride=stride
     )
+
+
+functional.compute_special = _on_shards
 
 
 class _Shards:

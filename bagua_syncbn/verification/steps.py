@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from .._errors import notify_peers
 from .._groups import LOCAL, Communicator, replaced_groups
+from .._reliability.probes import report_error
 from .._torch.modules import pytree
 from ..conversion import convert_sync_batchnorm
 from ..sync_batchnorm import SyncBatchNorm
@@ -148,7 +148,7 @@ def _run(model: nn.Module, batch: Any, loss: Loss, weight: float = 1.0) -> Step:
     except Exception as error:
         for layer in model.modules():
             if isinstance(layer, SyncBatchNorm):  # peers may be waiting in this layer
-                notify_peers(layer._sync_state.group, layer, error)
+                report_error(layer._sync_state.group, layer, error)
         if called and called.isdisjoint(model.modules()):  # e.g. the original float32 model got a float64 batch
             raise ignores_copy from error
         raise
