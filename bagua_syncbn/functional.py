@@ -199,12 +199,11 @@ def _prepare(call: Call) -> Normalization | ByTorch:
             check_local_count(input)
     except (TypeError, ValueError, RuntimeError) as error:
         raise named(error, call.layer) from None
-    options = checked.options
     if checked.exchange is None:
-        return in_evaluation(call, options, masking)
-    if checked.is_local and masking is None and suits_torch(call, options):
-        return ByTorch(options, call.tracked_buffers)
-    norm = Normalization(options, checked.exchange, call.layer, masking)
+        return in_evaluation(call, checked.options, masking)
+    if checked.is_local and masking is None and suits_torch(call, checked.options):
+        return ByTorch(checked.options, call.tracked_buffers)
+    norm = Normalization(checked.options, checked.exchange, call.layer, masking)
     if mode is not Mode.TRANSFORMED:
         norm.statistics = batch_statistics(input.detach() if mode is Mode.COMPILED else input, call, norm)
     return norm

@@ -16,7 +16,7 @@ from ._errors import notifies_peers
 from ._groups import EVERYONE, spec_of
 from ._ops import activation_of
 from ._ops.options import Options
-from ._step.call import NO_MASK, Call, GivenMask
+from ._step.call import NO_MASK, Call
 from ._step.checks import check_dimensions, checked_options, named
 from ._step.layer_state import LayerState
 from ._torch.autograd import current_mode
@@ -186,8 +186,28 @@ class SyncBatchNorm(_BatchNorm):
         elif isinstance(input, Proxy):
             return as_one_node(self, input, (input, residual), {"mask": mask, "zero_masked": zero_masked})
         given_mask = NO_MASK if mask is None and zero_masked is False else (mask, zero_masked)
-        call = _call_of(self, input, residual, given_mask)
-        return through_attachments(self, call) if self._sync_state.attachments else batch_norm(call)
+        parameters, held = self._parameters, self._buffers
+        try:
+            if self._has_getattr:
+                raise KeyError
+            # nn.Module.__getattr__ takes 0.6 us per tensor.
+            weight, bias = parameters["weight"], parameters["bias"]
+            mean, var, batches = held["running_mean"], held["running_var"], held["num_batches_tracked"]
+        except KeyError:  # also a parametrized layer, or a replica
+            weight, bias = self.weight, self.bias
+            mean, var, batches = self.running_mean, self.running_var, self.num_batches_tracked
+        state = self._sync_state
+        if self.training:
+            group, uses_batch = state.group, True
+            buffers = ops.Buffers(mean, var, batches) if self.track_running_stats else ops.NO_BUFFERS
+        else:
+            group, uses_batch = None, mean is None and var is None
+            buffers = ops.NO_BUFFERS if uses_batch else ops.Buffers(mean, var)
+        options = Options(self.eps, self.momentum, self.eps_mode, self.skip_nonfinite, self.fused_activation)
+        call = Call(
+            input, weight, bias, residual, buffers, options, uses_batch, group, self, current_mode(), given_mask
+        )
+        return through_attachments(self, call) if state.attachments else batch_norm(call)
 
     def _replicate_for_data_parallel(self) -> "SyncBatchNorm":
         replica: SyncBatchNorm = super()._replicate_for_data_parallel()
@@ -228,27 +248,6 @@ class SyncBatchNorm(_BatchNorm):
 
 
 # Functions instead of methods, because converted classes may have methods of any name.
-
-
-def _call_of(layer: SyncBatchNorm, input: Tensor, residual: Tensor | None, mask: GivenMask) -> Call:
-    parameters, held = layer._parameters, layer._buffers
-    try:
-        if layer._has_getattr:
-            raise KeyError
-        # nn.Module.__getattr__ takes 0.6 us per tensor.
-        weight, bias = parameters["weight"], parameters["bias"]
-        mean, var, batches = held["running_mean"], held["running_var"], held["num_batches_tracked"]
-    except KeyError:  # also a parametrized layer, or a replica
-        weight, bias = layer.weight, layer.bias
-        mean, var, batches = layer.running_mean, layer.running_var, layer.num_batches_tracked
-    options = Options(layer.eps, layer.momentum, layer.eps_mode, layer.skip_nonfinite, layer.fused_activation)
-    mode = current_mode()
-    if layer.training:
-        buffers = ops.Buffers(mean, var, batches) if layer.track_running_stats else ops.NO_BUFFERS
-        return Call(input, weight, bias, residual, buffers, options, True, layer._sync_state.group, layer, mode, mask)
-    uses_batch = mean is None and var is None
-    buffers = ops.NO_BUFFERS if uses_batch else ops.Buffers(mean, var)
-    return Call(input, weight, bias, residual, buffers, options, uses_batch, None, layer, mode, mask)
 
 
 def through_attachments(layer: SyncBatchNorm, call: Call) -> Tensor:

@@ -172,12 +172,12 @@ class GroupSpec:
 
     def communicator_if_ready(self) -> Communicator | None:
         """Returns the communicator if it exists in the running job, else None; LOCAL if no job runs."""
+        job = world()
+        if job is not None and self._job() is job:
+            return self._communicator
         if self.given_communicator is not None:
             return self.given_communicator
-        job = world()
-        if job is None and self.get_given is None:
-            return LOCAL
-        return self._communicator if self._job() is job else self._ask_engine(creates=False)
+        return LOCAL if job is None and self.get_given is None else self._ask_engine(creates=False)
 
     @untraced
     def _create_untraced(self) -> None:

@@ -47,12 +47,10 @@ def merge_stats(received: Received, buffers: Buffers, options: Options) -> tuple
         merged = merge_stats(received, buffers._replace(num_batches_tracked=whole), options)
         counter.copy_(whole)
         return merged
-    eps = 0.0 if options.eps_mode == "clamp" else options.eps
-    arguments = message, running_mean, running_var, counter, options.momentum, eps, fault
-    # Each argument that is passed takes half a microsecond.
-    is_plain = summed_over == 1 and not options.skip_nonfinite
-    rare = () if is_plain else (options.skip_nonfinite, summed_over, call)
-    merged = _gather_stats(*arguments, *rare)
+    eps, skip_nonfinite = 0.0 if options.eps_mode == "clamp" else options.eps, options.skip_nonfinite
+    merged = _gather_stats(
+        message, running_mean, running_var, counter, options.momentum, eps, fault, skip_nonfinite, summed_over, call
+    )
     if eps == options.eps:
         return merged
     mean, invstd, count = merged

@@ -108,9 +108,11 @@ def leave(communicator: Communicator, what: str, error: BaseException) -> None:
 
 
 def resume(history: CallHistory) -> None:
-    """Clears the group's failure if all ranks raised an error in the same call. Raises RuntimeError otherwise."""
+    """Clears a failure of the group if all ranks raised an error in the same call; raises RuntimeError otherwise."""
+    if history.failure is None:
+        return
     probe: Probe | None = history.pending
-    failure, history.pending = history.failure or "", None
+    failure, history.pending = history.failure, None
     if failure == FORKED:
         raise RuntimeError(f"sync_batch_norm: {FORKED}")
     if probe is None:

@@ -97,9 +97,8 @@ class RankExchange(Exchange):
         """
         history, record, communicator = self._history, self._record, self.communicator
         signature: CallSignature = getattr(self._signature, which)
-        if history.failure is not None:
+        if history.failure is not None or record.kind.value:
             resume(history)
-        if record.kind.value:
             record.raise_if_found()
         # Threads cannot switch between this read and write, because Python runs no call or jump in between.
         unfinished, history.sending = history.sending, signature
@@ -112,8 +111,7 @@ class RankExchange(Exchange):
                 )
             if number and history.place.next is not signature:
                 self._agree_on(signature, packed, number)
-            is_sum = signature.is_sum
-            message = communicator.all_reduce(packed) if is_sum else communicator.all_gather(packed)
+            message = communicator.all_reduce(packed) if signature.is_sum else communicator.all_gather(packed)
             if number:
                 history.add(signature)
         except BaseException as error:
@@ -129,7 +127,8 @@ class RankExchange(Exchange):
                 f"{communicator.size}: {type(error).__name__}: {error}. A peer died, raised an error, was late, or ran "
                 "different code until the timeout; this group can no longer be used"
             ) from error
-        return Received(message, communicator.size if is_sum else 1, record.tensor, history.calls if number else 0)
+        summed_over = communicator.size if signature.is_sum else 1
+        return Received(message, summed_over, record.tensor, history.calls if number else 0)
 
     def _agree_on(self, signature: CallSignature, packed: Tensor, number: int) -> None:
         """Sends a probe unless all ranks expect this call. Raises RuntimeError on all ranks if their probes differ."""

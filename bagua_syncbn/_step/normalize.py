@@ -28,14 +28,11 @@ def batch_statistics(input: Tensor, call: Call, norm: Normalization) -> Statisti
     exchange, options = norm.exchange, norm.options
     assert exchange is not None
     norm.number, *header = exchange.open()
-    if norm.masking is None and not exchange.summable:
-        row = ops.batch_norm_stats(input, *header)
-    else:
-        mask = None if norm.masking is None else norm.masking.positions
-        row = ops.batch_norm_stats(input, *header, mask, exchange.summable)
+    mask = None if norm.masking is None else norm.masking.positions
+    row = ops.batch_norm_stats(input, *header, mask, exchange.summable)
     received = exchange.send(row, "forward", norm.number)
-    is_tracked = call.buffers.running_mean is not None and call.accumulate is None
-    buffers = call.buffers if is_tracked else ops.NO_BUFFERS  # call.tracked_buffers
+    # Inlines call.tracked_buffers.
+    buffers = call.buffers if call.accumulate is None and call.buffers.running_mean is not None else ops.NO_BUFFERS
     if call.accumulate is not None:
         call.accumulate(received, options)
     if exchange.is_traced:

@@ -34,23 +34,20 @@ GATHER, SUM = 0, 1
 _MOST_VALUES = {torch.float32: 2**14, torch.float64: 2**13}
 
 
-def _through_memory(name: str, kind: int, waits: bool = True) -> Any:
+def _through_memory(name: str, kind: int) -> Any:
     """Returns the method ``name``, which sends small messages on CPU through shared memory, and others as collectives.
 
-    Unless ``waits``, the method starts the message without waiting for peers. The exchange is inlined, because it is in
-    every forward and backward.
+    The exchange is inlined, because it is in every forward and backward.
     """
     collective = getattr(TorchCommunicator, name)
 
     def send(self: Any, packed: Tensor) -> Any:
         if not packed.is_cpu or packed.numel() > _MOST_VALUES.get(packed.dtype, -1):
             return collective(self, packed)
-        if waits and (torch.compiler.is_compiling() or type(packed) is not Tensor):
+        if torch.compiler.is_compiling() or type(packed) is not Tensor:
             return torch.ops.bagua_syncbn.exchange(packed, self.name, self.size, kind == SUM)
         packed, numel = packed.contiguous(), packed.numel()
         target = packed if kind == SUM else packed.new_empty((self.size, numel))
-        if not waits:
-            return self._begin(kind, packed, target)
         try:
             self._native.exchange(
                 self._segment, kind, packed.data_ptr(), numel, packed.element_size(), target.data_ptr()
@@ -79,8 +76,17 @@ class SharedCommunicator(TorchCommunicator):
 
     all_gather = _through_memory("all_gather", GATHER)
     all_reduce = _through_memory("all_reduce", SUM)
-    begin_all_gather = _through_memory("begin_all_gather", GATHER, waits=False)
-    begin_all_reduce = _through_memory("begin_all_reduce", SUM, waits=False)
+
+    def begin_all_gather(self, packed: Tensor) -> AsyncCollective:
+        if self._is_small(packed):
+            return self._publish(GATHER, packed, packed.new_empty((self.size, packed.numel())))
+        return super().begin_all_gather(packed)
+
+    def begin_all_reduce(self, packed: Tensor) -> AsyncCollective:
+        return self._publish(SUM, packed, packed) if self._is_small(packed) else super().begin_all_reduce(packed)
+
+    def _is_small(self, packed: Tensor) -> bool:
+        return packed.is_cpu and packed.numel() <= _MOST_VALUES.get(packed.dtype, -1)
 
     def _raise_reason(self, error: RuntimeError) -> NoReturn:
         """Raises the native library's ``error``, or a clearer one if a rank left or the group was destroyed."""
@@ -88,7 +94,7 @@ class SharedCommunicator(TorchCommunicator):
             raise_if_left(self.group)
         raise error
 
-    def _begin(self, kind: int, packed: Tensor, target: Tensor) -> AsyncCollective:
+    def _publish(self, kind: int, packed: Tensor, target: Tensor) -> AsyncCollective:
         try:
             self._native.publish(self._segment, kind, packed.data_ptr(), packed.numel(), packed.element_size())
         except RuntimeError as error:
