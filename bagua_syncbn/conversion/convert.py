@@ -127,6 +127,7 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
             define its ``local_class``.
         ValueError: a layer has an activation or ``eps_mode="clamp"``, which the new class does not compute, or is
             frozen, which torch's layers cannot be.
+        RuntimeError: ``module`` is inside :func:`masked` or :func:`accumulate_statistics`.
 
     If it raises, ``module`` is unchanged.
     """
@@ -151,10 +152,14 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
 
 
 def _check_can_revert(layer: SyncBatchNorm, cls: type[nn.Module]) -> None:
-    """Raises ValueError if ``layer`` is frozen or has an option that the new class ``cls`` would ignore.
+    """Raises unless ``cls`` computes what ``layer`` computes: checks contexts, frozen statistics and options.
 
     Options set by the layer's class are not checked: that class chose ``cls`` as ``local_class``.
     """
+    if layer._sync_state.attachments:
+        raise RuntimeError(
+            f"module: cannot revert {name_of(layer)} inside masked, accumulate_statistics or a replica; leave it first"
+        )
     if layer._sync_state.frozen_mode is not None:
         raise ValueError(f"module: cannot revert frozen {name_of(layer)}; call unfreeze_statistics first")
     for name, default in _DEFAULTS.items():

@@ -7,6 +7,7 @@ from typing import Any, TypeVar, overload
 
 from torch import nn
 
+from ..checks import check_flag
 from ..conversion.convert import undo_hooks
 from ..conversion.models import check_module
 from .recipes import saved_as_recipes
@@ -42,7 +43,7 @@ def recompute_outputs(module: _Module | None = None, *, enabled: bool = True) ->
         ``module``, the same object, or the context manager.
 
     Raises:
-        TypeError: ``module`` is not a module.
+        TypeError: ``module`` is not a module, or ``enabled`` not a bool.
 
     Backward raises RuntimeError if the input of a layer was written to after its forward pass, except through
     ``.data``.
@@ -55,6 +56,7 @@ def recompute_outputs(module: _Module | None = None, *, enabled: bool = True) ->
 
         >>> model = bagua_syncbn.recompute_outputs(model)
     """
+    check_flag("enabled", enabled)
     if module is None and enabled:
         return saved_as_recipes()
     check_module(module)

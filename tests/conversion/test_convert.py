@@ -20,10 +20,12 @@ from bagua_syncbn import (
     SyncBatchNorm1d,
     SyncBatchNorm2d,
     SyncBatchNorm3d,
+    accumulate_statistics,
     conversion_report,
     convert_sync_batchnorm,
     freeze_statistics,
     fuse_activations,
+    masked,
     recalibrate_statistics,
     recompute_outputs,
     register_converter,
@@ -206,6 +208,24 @@ def test_scripting_a_converted_model_raises():
             torch.jit.script(module)
     assert model[1][0] is layer
     assert isinstance(layer, SyncBatchNorm)
+
+
+@pytest.mark.parametrize("context", [accumulate_statistics, partial(masked, mask=torch.ones(1, 1, 1, 1).bool())])
+def test_revert_raises_inside_contexts(context):
+    model = convert_sync_batchnorm(net())
+    with context(model):
+        with pytest.raises(RuntimeError, match=r"module: cannot revert SyncBatchNorm2d '1' inside .*; leave it first"):
+            revert_sync_batchnorm(model)
+        model(torch.randn(2, 3, 5, 5))
+    assert model[1].num_batches_tracked == 1
+    revert_sync_batchnorm(model)
+
+
+def test_recompute_outputs_checks_enabled():
+    model = net()
+    with pytest.raises(TypeError, match="enabled: expected a bool, got NoneType"):
+        recompute_outputs(model, enabled=None)
+    assert type(model) is nn.Sequential
 
 
 @pytest.mark.parametrize("given", ["by conversion", "at construction", "later"])
