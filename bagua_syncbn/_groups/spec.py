@@ -281,6 +281,10 @@ def spec_of(process_group: Any) -> GroupSpec:
         if found is not None:
             return GroupSpec(*found)
     if isinstance(process_group, Communicator) and not isinstance(process_group, type):
+        size, rank = process_group.size, process_group.rank
+        if not (isinstance(size, int) and isinstance(rank, int) and 0 <= rank < size):
+            got = f"size {text_of_argument(size)} and rank {text_of_argument(rank)}"
+            raise TypeError(f"process_group: expected a Communicator with a rank from 0 to size - 1, got {got}")
         return GroupSpec(given_communicator=process_group)
     rule = _rule_of(process_group)
     members_by(rule, *rank_and_size())  # raises if the job has no such ranks

@@ -139,7 +139,8 @@ def check_tensors(tensors: Tensors, buffers: ops.Buffers, training: bool, layer:
         _check_is_local("residual", residual, input)
         check_is_dense("residual", residual)
         if residual.dtype != input.dtype:
-            raise TypeError(f"residual: expected {input.dtype}, the dtype of input, got {residual.dtype}")
+            hint = "; pass a mask as mask=..." * (residual.dtype == torch.bool)
+            raise TypeError(f"residual: expected {input.dtype}, the dtype of input, got {residual.dtype}{hint}")
         if not is_traced and residual.size() != input.size():
             size = list(residual.size())
             raise RuntimeError(f"residual: expected {list(input.size())}, the size of input, got {size}")

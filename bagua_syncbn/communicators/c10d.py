@@ -70,6 +70,8 @@ class TorchCommunicator:
     __slots__ = ("__weakref__", "_group", "name", "rank", "size")
 
     def __init__(self, group: Any) -> None:
+        if not hasattr(group, "group_name"):
+            raise TypeError(f"group: expected a torch.distributed.ProcessGroup, got {type(group).__name__}")
         self._group = ref(group)
         _ended.setdefault(group, deque(maxlen=4))
         self.name: str = group.group_name

@@ -44,11 +44,9 @@ def register_converter(cls: type[nn.Module], converter: Converter | None) -> Non
     if not isinstance(cls, type) or not issubclass(cls, nn.Module) or issubclass(cls, SyncBatchNorm):
         got = text_of_argument(cls)
         raise TypeError(f"cls: expected a subclass of torch.nn.Module, but not of SyncBatchNorm, got {got}")
-    if isinstance(converter, type):
-        name = converter.__name__
-        raise TypeError(
-            f"converter: expected a function of a layer, such as lambda layer: {name}, got the class {name}"
-        )
+    if isinstance(converter, (type, nn.Module)):
+        example = "such as lambda layer: bagua_syncbn.SyncBatchNorm"
+        raise TypeError(f"converter: expected a function of a layer, {example}, got {text_of_argument(converter)}")
     check_callable("converter", converter, "layer")
     if converter is None:
         _converters.pop(cls, None)

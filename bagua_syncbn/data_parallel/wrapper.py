@@ -8,10 +8,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from .._groups import text_of_argument
 from .._names import name_of
 from .._step.hooks import hooks
 from .._torch.modules import device_index, is_compiled_wrapper, pytree
 from ..conversion import convert_sync_batchnorm
+from ..conversion.models import check_module
 from ..sync_batchnorm import SyncBatchNorm, refuse_alone
 from .replica_step import Replica
 from .replicas import CallbackContext, Replicas
@@ -56,6 +58,9 @@ class DataParallelWithCallback(nn.DataParallel):  # pyrefly: ignore[implicit-any
         output_device: int | str | torch.device | None = None,
         dim: int = 0,
     ) -> None:
+        check_module(module)
+        if device_ids is not None and not isinstance(device_ids, (list, tuple, range)):
+            raise TypeError(f"device_ids: expected a list of devices, or None, got {type(device_ids).__name__}")
         # Uses torch's device numbers: "cuda:0" is 0, and the CPU is -1. torch's class wants distinct GPUs.
         numbers = [device_index(device, optional=True, allow_cpu=True) for device in device_ids or ()]
         if len(set(numbers)) == len(numbers) and -1 not in numbers:
@@ -184,9 +189,13 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
             :func:`torch.nn.parallel.replicate`: only these running statistics are updated.
 
     Raises:
+        TypeError: ``modules`` is not a list of modules.
         ValueError: replicas have different numbers of submodules.
         RuntimeError: replicas train inside activation checkpointing.
     """
+    is_list = isinstance(modules, (list, tuple)) and all(isinstance(each, nn.Module) for each in modules)
+    if not is_list or not modules:
+        raise TypeError(f"modules: expected a list of replicas, at least one, got {text_of_argument(modules)}")
     layers = [(name, child) for name, child in modules[0].named_modules() if isinstance(child, SyncBatchNorm)]
     for name, layer in layers:
         if layer.training and hooks.prepare is not None:  # in a checkpoint
@@ -198,7 +207,11 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
     replicas = Replicas(len(modules))
     contexts = [CallbackContext(replicas, name_of(child, name)) for name, child in modules[0].named_modules()]
     for copy_id, module in enumerate(modules):
-        for context, child in zip(contexts, module.modules(), strict=True):
+        children = list(module.modules())
+        if len(children) != len(contexts):
+            got = f"{len(contexts)} and {len(children)} submodules"
+            raise ValueError(f"modules: expected replicas of the same model, got {got}")
+        for context, child in zip(contexts, children, strict=True):
             if hasattr(child, "__data_parallel_replicate__"):
                 child.__data_parallel_replicate__(context, copy_id)  # pyrefly: ignore[not-callable]
         if len(modules) > 1 and layers:

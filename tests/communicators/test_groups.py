@@ -201,6 +201,18 @@ def test_a_mesh_dimension_is_saved_as_its_ranks():
 # Refusals
 
 
+def sized(size, rank):
+    communicator = Twin()
+    communicator.size, communicator.rank = size, rank
+    return communicator
+
+
+def test_communicators_of_other_objects_raise():
+    for given in (None, 2, dist.GroupMember.NON_GROUP_MEMBER):
+        with pytest.raises(TypeError, match=r"group: expected a torch\.distributed\.ProcessGroup, got (NoneType|int)"):
+            TorchCommunicator(given)
+
+
 @pytest.mark.parametrize(("process_group", "error", "message"), [
     (0, ValueError, "expected a positive number of ranks, got 0"),
     (-2, ValueError, "got -2"),
@@ -223,6 +235,8 @@ def test_a_mesh_dimension_is_saved_as_its_ranks():
     (RankGroup(3), TypeError, "got RankGroup"),
     (Twin, TypeError, "got <class .*Twin'>"),
     (nn.Sequential(nn.Linear(1, 1)), TypeError, "got Sequential$"),
+    (sized(2, 2), TypeError, "a Communicator with a rank from 0 to size - 1, got size 2 and rank 2"),
+    (sized(lambda: 2, 0), TypeError, "got size <function .* and rank 0"),
     ([nn.Sequential(nn.Linear(1, 1)), 1], TypeError, r"got \[Sequential, 1\]$"),
     (dist.ProcessGroup, TypeError, r"got <class .*ProcessGroup'>"),
 ], ids=lambda value: str(value)[:20])  # fmt: skip

@@ -140,7 +140,8 @@ def test_register_converter_checks_its_arguments():
             register_converter(cls, None)
     for converter, got in (
         ("SyncForeign", r"\(layer\), or None, got str"),
-        (SyncForeign, "of a layer, such as lambda layer: SyncForeign, got the class SyncForeign"),
+        (SyncForeign, r"of a layer, such as lambda layer: .*, got <class .*SyncForeign'>"),
+        (SyncForeign(3), r"of a layer, such as lambda layer: .*, got SyncForeign\(3"),
         (lambda: SyncForeign, r"\(layer\), or None, got a function with the arguments \(\)"),
     ):
         with pytest.raises(TypeError, match=f"converter: expected a function .*{got}"):

@@ -56,8 +56,22 @@ def test_callbacks_reach_any_module_once_for_each_replica(place):
 
 
 def test_modules_that_are_not_replicas_of_one_model_raise():
-    with pytest.raises(ValueError, match="longer"):
+    with pytest.raises(ValueError, match="modules: expected replicas of the same model, got 1 and 2 submodules"):
         execute_replication_callbacks([nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))])
+    for given, got in ((nn.Sequential(nn.ReLU()), "Sequential"), ([], r"\[\]"), ([1], r"\[1\]")):
+        with pytest.raises(TypeError, match=rf"modules: expected a list of replicas, at least one, got {got}"):
+            execute_replication_callbacks(given)
+
+
+def test_invalid_arguments_of_the_wrapper_raise():
+    for module, devices, message in (
+        ([nn.Linear(2, 2)], None, "module: expected a torch.nn.Module, got list"),
+        (["cpu"], nn.Linear(2, 2), "module: expected a torch.nn.Module, got list"),
+        (nn.Linear(2, 2), 2, "device_ids: expected a list of devices, or None, got int"),
+        (nn.Linear(2, 2), "cpu", "device_ids: expected a list of devices, or None, got str"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            DataParallelWithCallback(module, devices)
 
 
 class Threads(nn.DataParallel):

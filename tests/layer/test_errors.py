@@ -54,6 +54,7 @@ INPUTS = [
         lambda layer: layer(X.to("meta")),
     ),
     (TypeError, LAYER + "residual: expected torch.float32.* got torch.float16", lambda layer: layer(X, X.half())),
+    (TypeError, LAYER + "residual: .* got torch.bool; pass a mask as mask=", lambda layer: layer(X, X > 0)),
     (TypeError, LAYER + "mask: expected a bool tensor", lambda layer: layer(X, mask=ONES)),
     (TypeError, LAYER + "zero_masked: expected a bool, got str", lambda layer: layer(X, zero_masked="no")),
     *(
