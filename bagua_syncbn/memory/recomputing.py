@@ -7,7 +7,7 @@ from typing import Any, TypeVar, overload
 
 from torch import nn
 
-from ..checks import check_flag
+from .._step.checks import check_flag
 from ..conversion.convert import undo_hooks
 from ..conversion.models import check_module
 from .recipes import saved_as_recipes
