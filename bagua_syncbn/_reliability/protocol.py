@@ -2,7 +2,7 @@
 
 A rank sends only the message that peers expect, predicted from the group's ``history``, and otherwise a probe. Messages
 carry headers that identify the call (``signatures``). Ops that read a message record mismatched headers (``faults``).
-See "On the wire" in ``docs/design.md``.
+The page ``README.md`` in this folder explains all of this.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import torch
@@ -80,6 +81,24 @@ def test_folders_depend_in_one_direction_and_a_converted_layer_needs_no_extra(tm
     for rank in range(2):
         wanted = expected["running_var"], expected["input.grad"][rank::2]
         torch.testing.assert_close(tuple(torch.tensor(each, dtype=torch.float64) for each in found[rank]), wanted)
+
+
+def rooms_that_import():
+    """Returns the rooms (folders and files of the package) that each room imports, also for annotations."""
+    imported = {}
+    for path in PACKAGE.rglob("*.py"):
+        *folders, name = path.relative_to(PACKAGE).with_suffix("").parts
+        room = imported.setdefault((*folders, name)[0], set())
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                start = [*folders[: len(folders) - node.level + 1], *(node.module or "").split(".")]
+                room.update([start[0]] if start[0] else (alias.name for alias in node.names))
+    return {room: others - {room} for room, others in imported.items()}
+
+
+def test_no_room_imports_a_room_above_it():
+    order = list(TopologicalSorter(rooms_that_import()).static_order())  # raises CycleError
+    assert order.index("_ops") < order.index("_step") < order.index("sync_batchnorm") < order.index("conversion")
 
 
 PRIVATE = re.compile(

@@ -100,7 +100,7 @@ def test_the_loops_of_lower_instruction_sets_agree_with_plain_torch(capability):
         pytest.skip("all other tests run these loops")
     program = """if 1:
         import torch
-        from bagua_syncbn import ops
+        from bagua_syncbn import _ops as ops
         from bagua_syncbn._cuda.comparison import find_difference
         print(ops.KERNELS, [find_difference(ops, torch.device("cpu"), dtype) for dtype in ops.DTYPES])
     """
