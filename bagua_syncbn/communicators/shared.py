@@ -78,12 +78,10 @@ class SharedCommunicator(TorchCommunicator):
     all_reduce = _through_memory("all_reduce", SUM)
 
     def begin_all_gather(self, packed: Tensor) -> AsyncCollective:
-        if self._is_small(packed):
-            return self._publish(GATHER, packed, packed.new_empty((self.size, packed.numel())))
-        return super().begin_all_gather(packed)
+        return self._publish(GATHER, packed) if self._is_small(packed) else super().begin_all_gather(packed)
 
     def begin_all_reduce(self, packed: Tensor) -> AsyncCollective:
-        return self._publish(SUM, packed, packed) if self._is_small(packed) else super().begin_all_reduce(packed)
+        return self._publish(SUM, packed) if self._is_small(packed) else super().begin_all_reduce(packed)
 
     def _is_small(self, packed: Tensor) -> bool:
         return packed.is_cpu and packed.numel() <= _MOST_VALUES.get(packed.dtype, -1)
@@ -94,7 +92,9 @@ class SharedCommunicator(TorchCommunicator):
             raise_if_left(self.group)
         raise error
 
-    def _publish(self, kind: int, packed: Tensor, target: Tensor) -> AsyncCollective:
+    def _publish(self, kind: int, packed: Tensor) -> AsyncCollective:
+        packed = packed.contiguous()
+        target = packed if kind == SUM else packed.new_empty((self.size, packed.numel()))
         try:
             self._native.publish(self._segment, kind, packed.data_ptr(), packed.numel(), packed.element_size())
         except RuntimeError as error:

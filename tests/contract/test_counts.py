@@ -122,7 +122,7 @@ CALLS = {
     "a later call": (lambda layer, x: layer(x), 16, 6),
     "evaluation": (lambda layer, x: layer.eval()(x), 12, 0),
     "after an evaluation": (after_evaluation, 21, 6),
-    "without a layer": (without_a_layer, 16, 6),
+    "without a layer": (without_a_layer, 17, 6),
     "masked": (masked, 37, 7),
     "a later layer inside masked": (inside_masked, 22, 7),
     "checkpointed": (lambda layer, x: checkpoint(layer, x, use_reentrant=False), 24, 21),

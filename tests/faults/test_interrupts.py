@@ -21,8 +21,8 @@ from bagua_syncbn.communicators import c10d, shared
 from tests.faults.programs import is_odd, message_of, own_group
 
 PACKAGE = Path(bagua_syncbn.__file__).parent
-PROTOCOL = ("reliability/protocol.py",)
-STEP = "reliability/", "communicators/", "step/", "functional.py"
+PROTOCOL = ("_reliability/protocol.py",)
+STEP = "_reliability/", "communicators/", "_step/", "functional.py"
 assert all((PACKAGE / place).exists() for place in PROTOCOL + STEP)
 NAMED = re.compile(
     "this group failed before|collective failed in the (forward|backward) of Sync"
