@@ -1,11 +1,11 @@
-"""Error handling in calls: makes peers raise too, and converts kernel errors to torch's classes."""
+"""Error handling: makes peers raise too, converts kernel errors to torch's classes, and restores state after Ctrl-C."""
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
@@ -84,3 +84,28 @@ def raise_if_out_of_memory(error: Exception) -> None:
         raise torch_error from None
     if device != "cpu":
         raise torch.OutOfMemoryError(str(error)) from None
+
+
+@contextmanager
+def undone_on_error(undo: Callable[[], object]) -> Iterator[None]:
+    """Context manager that calls ``undo`` if the block raises, also Ctrl-C."""
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise
+
+
+@contextmanager
+def restored(restore: Callable[[], object]) -> Iterator[None]:
+    """Context manager that calls ``restore`` at the end of the block.
+
+    After an error it calls ``restore`` again, because Ctrl-C may have ended the first call; repeated calls must have
+    the effect of one call. Enter this context before the first change. If Ctrl-C interrupts the ``with`` statement
+    itself, Python closes the generator.
+    """
+    with undone_on_error(restore):
+        try:
+            yield
+        finally:
+            restore()

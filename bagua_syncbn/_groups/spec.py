@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .._errors import restored
 from .._registry import Registry
 from .._torch.autograd import untraced
 from .communicator import LOCAL, Communicator
@@ -255,11 +256,14 @@ _replacement: GroupSpec | None = None
 def replaced_groups(communicator: Communicator) -> Iterator[None]:
     """Makes ``spec_of`` return ``communicator`` for all groups, in all threads. Layers keep their groups."""
     global _replacement
-    _replacement = GroupSpec(given_communicator=communicator)
-    try:
-        yield
-    finally:
+
+    def restore() -> None:
+        global _replacement
         _replacement = None
+
+    with restored(restore):
+        _replacement = GroupSpec(given_communicator=communicator)
+        yield
 
 
 def spec_of(process_group: Any) -> GroupSpec:

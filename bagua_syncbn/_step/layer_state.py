@@ -45,13 +45,8 @@ class LayerState:
     """Cached calls: synchronized or not, by number of channels. Replicas share them."""
 
     def attached(self, kind: type[_T]) -> _T | None:
-        """Returns the attachment of class ``kind``, or None."""
+        """Returns an attachment of class ``kind``, or None."""
         return next((attachment for attachment in self.attachments if isinstance(attachment, kind)), None)
-
-    def attach(self, kind: type[Any], new: Any) -> None:
-        """Removes the attachment of class ``kind``, and adds ``new`` as the outermost one unless it is None."""
-        others = tuple(attachment for attachment in self.attachments if not isinstance(attachment, kind))
-        self.attachments = others if new is None else (*others, new)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LayerState, (self.group, self.origin, self.frozen_mode)

@@ -45,6 +45,12 @@ def forget_compiled_code(module: torch.nn.Module) -> None:
         torch.compiler.reset()
 
 
+def copy_all(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    """Copies values to targets in a single call, which Ctrl-C cannot end halfway."""
+    if targets:
+        torch._foreach_copy_([target.detach() for target in targets], values)
+
+
 def is_compiled_wrapper(module: torch.nn.Module) -> bool:
     """Returns whether ``module`` is the wrapper that ``torch.compile`` returns."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # a thread may still be importing it

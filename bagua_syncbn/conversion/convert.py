@@ -6,14 +6,15 @@ valid. ``layer.__class__`` changes, usually to a class that inherits from the ol
 """
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from copy import copy
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch import nn
 
+from .._errors import undone_on_error
 from .._groups import EVERYONE, GroupSpec, spec_of
 from .._names import ConvertedModel, Origin, name_of
 from .._registry import Registry
@@ -94,6 +95,7 @@ def convert_sync_batchnorm(
             "register_converter, or exclude these layers with filter",
             stacklevel=2,
         )
+    forget_compiled_code(module)
     with _unchanged_on_error(module):
         for layer, cls in targets.items():
             change_class(layer, cls)
@@ -102,7 +104,6 @@ def convert_sync_batchnorm(
             if skip_nonfinite:
                 vars(layer)["skip_nonfinite"] = True
         _name_layers(module)
-    forget_compiled_code(module)
     if not targets:
         warnings.warn(f"convert_sync_batchnorm: {type(module).__name__}: {report.summary()}", stacklevel=2)
     return module
@@ -132,6 +133,7 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
     If it raises, ``module`` is unchanged.
     """
     check_module(module)
+    forget_compiled_code(module)
     with _unchanged_on_error(module):
         for undo in undo_hooks:
             undo(module)
@@ -147,7 +149,6 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
                 held = vars(layer).pop("group_before")
                 vars(layer)["process_group"] = group_before(held) if isinstance(held, GroupSpec) else held
             object.__setattr__(layer, "__class__", cls)
-    forget_compiled_code(module)
     return module
 
 
@@ -195,8 +196,7 @@ def _name_layers(module: nn.Module) -> None:
         layer._sync_state.origin = Origin(name, model)
 
 
-@contextmanager
-def _unchanged_on_error(module: nn.Module) -> Iterator[None]:
+def _unchanged_on_error(module: nn.Module) -> AbstractContextManager[None]:
     """Context manager that restores all submodules' classes, attributes and children if the block raises."""
     before = []
     for part in module.modules():
@@ -204,14 +204,14 @@ def _unchanged_on_error(module: nn.Module) -> Iterator[None]:
         if "_sync_state" in attributes:
             attributes["_sync_state"] = replace(attributes["_sync_state"])
         before.append((part, type(part), attributes))
-    try:
-        yield
-    except BaseException:
+
+    def undo() -> None:
         for part, cls, attributes in before:
             object.__setattr__(part, "__class__", cls)
             vars(part).clear()
             vars(part).update(attributes)
-        raise
+
+    return undone_on_error(undo)
 
 
 # Named as in torch's and Bagua's classes.

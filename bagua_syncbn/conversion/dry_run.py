@@ -3,7 +3,7 @@
 import random
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .._errors import restored
 from .._groups import LOCAL, spec_of
 from .._step.checks import check_callable
 from .._torch.modules import defined_in
@@ -23,7 +24,7 @@ _STATE = "training", "_sync_state", "broadcast_buffers", "forward_sync_buffers"
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Restores modes and buffers of ``model`` and the random states of the CPU and its GPUs on exit.
+    """Restores modes and buffers of ``model``, the random states of the CPU and its GPUs, and the grad mode on exit.
 
     Compiled models run eagerly inside the context, because compiled code ignores new hooks.
     """
@@ -34,29 +35,35 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     fixed = {buffer for part in parts if isinstance(part, torch.jit.ScriptModule) for buffer in part.buffers()}
     saved = [(part, dict(part._buffers)) for part in parts if not isinstance(part, torch.jit.ScriptModule)]
     copies = {buffer: buffer.detach().clone() for buffer in model.buffers()}
-    numpy_state = defined_in("numpy.random", "get_state")
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(cuda))
-        stack.callback(random.setstate, random.getstate())
-        if numpy_state:
-            stack.callback(defined_in("numpy.random", "set_state"), numpy_state())
+    python_state, get_numpy_state = random.getstate(), defined_in("numpy.random", "get_state")
+    numpy_state = get_numpy_state() if get_numpy_state else None
+    stance: Any = nullcontext()
+    has_grad = torch.is_grad_enabled()
+
+    def restore() -> None:
+        for part, state in zip(parts, states, strict=True):
+            vars(part).update(state)
+            for name in set(_STATE).difference(state):
+                vars(part).pop(name, None)
+        for part, buffers in saved:
+            part._buffers.update(buffers)
+            for name in part._buffers.keys() - buffers.keys():
+                part._buffers.pop(name, None)
+        for buffer in fixed:
+            buffer.detach().copy_(copies[buffer])
+        random.setstate(python_state)
+        if numpy_state is not None:
+            defined_in("numpy.random", "set_state")(numpy_state)
+        torch.set_grad_enabled(has_grad)
+        stance.__exit__(None, None, None)
+
+    with torch.random.fork_rng(cuda), restored(restore):
         if "torch._dynamo" in sys.modules:  # else, nothing is compiled
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        try:
-            # Writes to the buffers themselves would break the backward of earlier calls.
-            for part, buffers in saved:
-                part._buffers.update((name, copies[buffer]) for name, buffer in buffers.items() if buffer is not None)
-            yield
-        finally:
-            for part, state in zip(parts, states, strict=True):
-                for name in _STATE:
-                    vars(part).pop(name, None)
-                vars(part).update(state)
-            for part, buffers in saved:
-                part._buffers.clear()
-                part._buffers.update(buffers)
-            for buffer in fixed:
-                buffer.detach().copy_(copies[buffer])
+            stance = torch.compiler.set_stance("force_eager")
+        # Writes to the buffers themselves would break the backward of earlier calls.
+        for part, buffers in saved:
+            part._buffers.update((name, copies[buffer]) for name, buffer in buffers.items() if buffer is not None)
+        yield
 
 
 @contextmanager
@@ -66,7 +73,8 @@ def dry_run(model: nn.Module, training: Collection[nn.Module] = ()) -> Iterator[
     The layers ``training`` run in training mode, all other modules in evaluation mode.
     """
     local = spec_of(LOCAL)
-    with unchanged(model), torch.no_grad():
+    with unchanged(model):
+        torch.set_grad_enabled(False)
         for part in model.modules():
             vars(part)["training"] = part in training  # train() and eval() have side effects in some modules
             if isinstance(part, DistributedDataParallel):

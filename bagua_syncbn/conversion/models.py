@@ -7,12 +7,14 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from .._errors import restored
 from .._groups import engines
+from .._step.layer_state import Attachment
 from ..sync_batchnorm import SyncBatchNorm
 
 Filter = Callable[[str, nn.Module], bool]
 
-_T = TypeVar("_T")
+_A = TypeVar("_A", bound=Attachment)
 
 
 def check_module(module: object, name: str = "module") -> None:
@@ -50,25 +52,29 @@ def is_left_out(module: nn.Module, names: list[str], filter: Filter | None) -> b
 
 
 @contextmanager
-def attached(model: nn.Module, what: str, kind: type[_T], make: Callable[[Any], _T | None]) -> Iterator[dict[Any, _T]]:
-    """Attaches ``make(layer)``, of class ``kind``, to each synchronized layer of ``model`` inside the context.
+def attached(model: nn.Module, what: str, make: Callable[[Any], _A | None]) -> Iterator[dict[Any, _A]]:
+    """Attaches ``make(layer)`` to each synchronized layer of ``model`` inside the context, as its outermost attachment.
 
-    Skips layers for which ``make`` returns None. Yields a dict from layers to their new attachments. On exit, restores
-    the attachments of an outer context. Warns, with the name ``what``, if ``model`` has no synchronized layer.
+    Skips layers for which ``make`` returns None. Yields a dict from layers to their new attachments. Warns, with the
+    name ``what``, if ``model`` has no synchronized layer.
     """
     check_module(model, "model")
     layers = [layer for layer in model.modules() if isinstance(layer, SyncBatchNorm)]
     new = {layer: attachment for layer in layers if (attachment := make(layer)) is not None}
     if not layers:
         warnings.warn(f"{what}: found no synchronized layer in {type(model).__name__}", stacklevel=5)
-    outer = {layer: layer._sync_state.attached(kind) for layer in new}
-    try:
+    states = {layer: layer._sync_state for layer in new}
+
+    def detach() -> None:
         for layer, attachment in new.items():
-            layer._sync_state.attach(kind, attachment)
+            # A conversion that raised has restored a copy of the state.
+            for state in (states[layer], vars(layer).get("_sync_state", states[layer])):
+                state.attachments = tuple(each for each in state.attachments if each is not attachment)
+
+    with restored(detach):
+        for layer, attachment in new.items():
+            states[layer].attachments += (attachment,)
         yield new
-    finally:
-        for layer, previous in outer.items():
-            layer._sync_state.attach(kind, previous)
 
 
 def is_data_parallel(module: nn.Module) -> bool:

@@ -31,7 +31,8 @@ class Accumulation:
         self._options: Options | None = None
 
     def __call__(self, go: Callable[[Call], Tensor], call: Call) -> Tensor:
-        if not call.uses_batch or call.buffers.running_mean is None or is_without_data(call.input):
+        is_outer = call.accumulate is not None  # inside recalibrate_statistics
+        if not call.uses_batch or call.buffers.running_mean is None or is_outer or is_without_data(call.input):
             return go(call)
         error = ""
         if call.buffers.running_mean is not getattr(call.layer, "running_mean", None):
@@ -58,7 +59,8 @@ class Accumulation:
     def update_buffers(self, layer: SyncBatchNorm) -> None:
         """Updates the buffers of ``layer`` as a single batch would, with the options of the last batch."""
         if self._options is not None:
-            buffers = Buffers(layer.running_mean, layer.running_var, layer.num_batches_tracked)
+            tensors = layer.running_mean, layer.running_var, layer.num_batches_tracked
+            buffers = Buffers(*(None if tensor is None else tensor.detach() for tensor in tensors))
             merge_stats(Received(self.row), buffers, self._options)
 
 
@@ -94,8 +96,7 @@ def accumulate_statistics(model: nn.Module) -> Iterator[None]:
     def outermost(layer: SyncBatchNorm) -> Accumulation | None:
         return None if layer._sync_state.attached(Accumulation) else Accumulation(layer)
 
-    with attached(model, "accumulate_statistics", Accumulation, outermost) as accumulations:
+    with attached(model, "accumulate_statistics", outermost) as accumulations:
         yield
-        with torch.no_grad():
-            for layer, accumulation in accumulations.items():
-                accumulation.update_buffers(layer)
+        for layer, accumulation in accumulations.items():
+            accumulation.update_buffers(layer)

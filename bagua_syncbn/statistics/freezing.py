@@ -1,12 +1,15 @@
 """Freezes statistics by keeping layers in evaluation mode, see ``SyncBatchNorm.__setattr__``."""
 
 import warnings
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from .._errors import undone_on_error
 from .._names import name_of
 from .._step.checks import check_callable
 from .._torch.modules import forget_compiled_code
@@ -59,11 +62,12 @@ def freeze_statistics(module: _Module, filter: Filter | None = None) -> _Module:
             raise ValueError(f"module: {where} has no running statistics; exclude the layer with filter")
     if not layers:
         warnings.warn(f"freeze_statistics: found no layer to freeze in {type(module).__name__}", stacklevel=2)
-    for layer in layers:
-        if not is_frozen(layer):
-            mode, layer.training = layer.training, False
-            layer._sync_state.frozen_mode = mode
     forget_compiled_code(module)
+    with _unchanged_on_error(layers):
+        for layer in layers:
+            if not is_frozen(layer):
+                mode, layer.training = layer.training, False
+                layer._sync_state.frozen_mode = mode
     return module
 
 
@@ -84,11 +88,23 @@ def unfreeze_statistics(module: _Module, filter: Filter | None = None) -> _Modul
     """
     layers = [layer for layer in _layers_of(module, filter) if is_frozen(layer)]
     parents = {child: parent for parent in module.modules() for child in parent.children()}
-    for layer in layers:
-        mode, layer._sync_state.frozen_mode = layer._sync_state.frozen_mode, None
-        layer.training = parents[layer].training if layer in parents else mode
     forget_compiled_code(module)
+    with _unchanged_on_error(layers):
+        for layer in layers:
+            mode, layer._sync_state.frozen_mode = layer._sync_state.frozen_mode, None
+            layer.training = parents[layer].training if layer in parents else mode
     return module
+
+
+def _unchanged_on_error(layers: Iterable[SyncBatchNorm]) -> AbstractContextManager[None]:
+    """Context manager that restores all layers if the block raises, also Ctrl-C."""
+    before = [(layer, layer._sync_state.frozen_mode, layer.training) for layer in layers]
+
+    def undo() -> None:
+        for layer, frozen_mode, training in before:
+            layer._sync_state.frozen_mode, vars(layer)["training"] = frozen_mode, training
+
+    return undone_on_error(undo)
 
 
 def is_frozen(module: nn.Module) -> bool:

@@ -90,7 +90,7 @@ def masked(
     check_flag("zero_masked", zero_masked)
     check_is_tensor("mask", mask)
     given = _ModelMask(mask, rule, zero_masked)
-    with attached(model, "masked", _ModelMask, lambda layer: given):
+    with attached(model, "masked", lambda layer: given):
         yield
 
 

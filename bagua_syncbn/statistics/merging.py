@@ -17,6 +17,7 @@ from .._ops import Moments
 from .._reliability.unsynchronized import check_launch
 from .._step.checks import check_number
 from .._torch.autograd import is_without_data
+from .._torch.modules import copy_all
 from ..conversion.models import check_module
 from .freezing import is_frozen
 from .over_ranks import sum_over_ranks
@@ -95,10 +96,9 @@ def merge_statistics(module: nn.Module, process_group: Any = None, *, weight: fl
     if communicator.size == 1:
         return
     merged = merged_over_ranks("merge_statistics", module, own, communicator, "call recalibrate_statistics instead")
-    with torch.no_grad():
-        for name, layer in layers.items():
-            layer.running_mean.copy_(merged[name].mean)
-            layer.running_var.copy_(merged[name].var)
+    buffers = [getattr(layer, buffer) for buffer in ("running_mean", "running_var") for layer in layers.values()]
+    means, variances = ([getattr(merged[name], kind) for name in layers] for kind in ("mean", "var"))
+    copy_all(buffers, means + variances)
 
 
 def layers_with_statistics(module: nn.Module) -> dict[str, Any]:

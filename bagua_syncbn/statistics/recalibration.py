@@ -12,6 +12,7 @@ from .._groups import spec_of
 from .._names import name_of
 from .._ops import Moments
 from .._reliability.unsynchronized import check_launch
+from .._torch.modules import copy_all
 from ..conversion.dry_run import batch_loop, dry_run
 from ..conversion.models import attached
 from ..sync_batchnorm import SyncBatchNorm
@@ -85,7 +86,7 @@ def recalibrate_statistics(
     device_of_ranks = next((layer.running_mean.device for layer in layers.values()), torch.device("cpu"))
     nothing = torch.empty(0, dtype=torch.float64, device=device_of_ranks)
     sum_over_ranks(nothing, communicator, _NAME, module, "before its batches")
-    with attached(module, _NAME, Accumulation, Accumulation) as found, dry_run(module, set(layers.values())):
+    with attached(module, _NAME, Accumulation) as found, dry_run(module, set(layers.values())):
         run()
     own = {name: Moments.of_row(found[layer].row[0]) for name, layer in layers.items()}
     merged = merged_over_ranks(_NAME, module, own, communicator, "check batches and parameters for infinities and NaN")
@@ -95,6 +96,8 @@ def recalibrate_statistics(
     kept = [name for name, count in counts.items() if count < 2]
     if kept:
         warn(f"{_NAME}: no batch reached these layers, which keep their statistics: {', '.join(kept)}", stacklevel=3)
-    for name in layers.keys() - kept:
-        layers[name].running_mean.copy_(merged[name].mean)
-        layers[name].running_var.copy_(merged[name].var * (counts[name] / (counts[name] - 1)))
+    reached = [name for name in layers if name not in kept]
+    buffers = [getattr(layers[name], buffer) for buffer in ("running_mean", "running_var") for name in reached]
+    means = [merged[name].mean for name in reached]
+    variances = [merged[name].var * (counts[name] / (counts[name] - 1)) for name in reached]
+    copy_all(buffers, means + variances)

@@ -1,7 +1,6 @@
 """Batch noise: the error of batch statistics relative to the statistics of all data, per layer."""
 
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, sqrt
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from .._errors import restored
 from .._step.checks import check_number, is_distributed
 from ..conversion.dry_run import batch_loop, dry_run
 from ..statistics.masked import is_masked
@@ -191,9 +191,10 @@ def _observe(module: nn.Module, batches: Iterable[Any], forward: object, device:
             features = torch.stack([values.mean(2), values.square().mean(2)], -1).cpu()
             found.setdefault(name, []).append((features, values.size(2), layer.eps))
 
-    with dry_run(module), ExitStack() as hooks:
+    hooks: list[Any] = []
+    with dry_run(module), restored(lambda: [hook.remove() for hook in hooks]):
         for name, layer in layers.items():
-            hooks.callback(layer.register_forward_pre_hook(partial(add, name), with_kwargs=True).remove)
+            hooks.append(layer.register_forward_pre_hook(partial(add, name), with_kwargs=True))
         run()
     return found
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from .._errors import restored
 from .._groups import LOCAL, Communicator, replaced_groups
 from .._reliability.probes import report_error
 from .._torch.modules import pytree
@@ -132,11 +133,13 @@ def _largest(tensor: Tensor) -> float:
 def _run(model: nn.Module, batch: Any, loss: Loss, weight: float = 1.0) -> Step:
     outputs: list[Tensor] = []
     called: set[nn.Module] = set()
+    hooks: list[Any] = []
     ignores_copy = ValueError("loss: expected a function that calls its first argument, an unwrapped copy of the model")
     model.register_forward_hook(lambda _, args, output: outputs.extend(tensors_in(output)))
     try:
         with torch.enable_grad():
-            with register_module_forward_pre_hook(lambda part, _: called.add(part)):
+            with restored(lambda: [hook.remove() for hook in hooks]):
+                hooks.append(register_module_forward_pre_hook(lambda part, _: called.add(part)))
                 value = loss(model, batch)
             if called.isdisjoint(model.modules()):
                 raise ignores_copy

@@ -97,7 +97,8 @@ def verify_synchronization(
     ranks = Peers("verify_synchronization", process_group)
     ranks.run("the check of arguments", lambda: _check(model, loss, merge))
     module = inner_model(model)
-    with unchanged(module), torch.inference_mode(False), torch.enable_grad():  # the merged batch may require gradients
+    with torch.inference_mode(False), unchanged(module):
+        torch.set_grad_enabled(True)  # the merged batch may require gradients
         found = Comparison(ranks, module, batch, loss)
         # Layers do not communicate here, so no rank waits for a rank that raises.
         found.run_alone("the step on this rank's batch", batch, Twins())

@@ -1,6 +1,11 @@
-"""After Ctrl-C anywhere in a call, ranks compute correct numbers or raise an error that names the call."""
+"""After Ctrl-C anywhere in a call, ranks compute correct numbers or raise an error that names the call.
 
+After Ctrl-C in a function or context that changes a model or a thread for a while, both are as before.
+"""
+
+import copy
 import itertools
+import random
 import re
 import sys
 import threading
@@ -16,14 +21,21 @@ import torch.distributed as dist
 from torch import nn
 
 import bagua_syncbn
+from bagua_syncbn import _ops as ops
+from bagua_syncbn._groups import EVERYONE, spec_of
 from bagua_syncbn._reliability.history import history_in
+from bagua_syncbn._step.hooks import hooks
+from bagua_syncbn._torch.modules import saving_hooks
 from bagua_syncbn.communicators import c10d, shared
 from tests.faults.programs import is_odd, message_of, own_group
+from tests.helpers.one_rank import Twin
+from tests.helpers.steps import assert_same_bits, draw, step
 
 PACKAGE = Path(bagua_syncbn.__file__).parent
 PROTOCOL = ("_reliability/protocol.py",)
 STEP = "_reliability/", "communicators/", "_step/", "functional.py"
 assert all((PACKAGE / place).exists() for place in PROTOCOL + STEP)
+COMPREHENSIONS = "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"  # a part of a line, as in Python 3.12
 NAMED = re.compile(
     "this group failed before|collective failed in the (forward|backward) of Sync"
     "|ranks made different calls|has not finished in this group"
@@ -36,7 +48,8 @@ def interrupted(number, places):
     seen = []
 
     def trace(frame, event, _):
-        if not frame.f_code.co_filename.startswith(tuple(f"{PACKAGE / place}" for place in places)):
+        is_elsewhere = not frame.f_code.co_filename.startswith(tuple(f"{PACKAGE / place}" for place in places))
+        if is_elsewhere or frame.f_code.co_name in COMPREHENSIONS:
             return None
         if event == "line":
             seen.append(f"{frame.f_code.co_name}, line {frame.f_lineno}")
@@ -143,3 +156,153 @@ def test_a_second_thread_in_a_group_raises(way):
         else:
             waiting.join()
         communicator.leave("ended")
+
+
+class Counting(Twin):
+    """Counts messages of layers."""
+
+    sent = 0
+
+    def all_gather(self, packed):
+        self.sent += 1
+        return super().all_gather(packed)
+
+    def all_reduce(self, packed):
+        self.sent += 1
+        return super().all_reduce(packed)
+
+
+X = draw(4, 3)
+
+
+class Borrowed:
+    """A model in steady state, whose state and training steps a temporary change must not affect."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.group = Counting()
+        layers = nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.0), nn.BatchNorm1d(3, momentum=None)
+        self.model = bagua_syncbn.convert_sync_batchnorm(nn.Sequential(*layers).double(), self.group)
+        for _ in range(3):
+            step(self.model, X)
+        self.before = copy.deepcopy(self.model.state_dict())
+        self.untouched = self.state()
+
+    def state(self):
+        """Returns everything but the values of buffers."""
+        parts = [
+            [type(part), vars(part)["training"], sorted(vars(part)), list(part._forward_pre_hooks), list(part._buffers)]
+            for part in self.model.modules()
+        ]
+        layers = [vars(self.model[index])["_sync_state"] for index in (1, 3)]
+        states = [(id(each), each.group, each.frozen_mode, each.attachments) for each in layers]
+        thread = hooks.see_output, ops.buffers_are_held(), saving_hooks(), torch.is_grad_enabled()
+        random_states = torch.get_rng_state().tolist(), random.getstate()
+        return parts, states, list(map(id, self.model.buffers())), thread, random_states, spec_of(None) is EVERYONE
+
+    def step(self, call=None):
+        """Returns the results of a step with the statistics of the beginning, which sends at least four messages."""
+        self.model.load_state_dict(self.before)
+        sent = self.group.sent
+        results = step(self.model, X, call=call)
+        assert self.group.sent - sent >= 4, "did not synchronize"  # more with probes
+        return results
+
+
+def interrupted_anywhere(run, places):
+    """Yields each line of ``run`` in these files and a :class:`Borrowed`, for which ``run`` was interrupted there."""
+    for number in itertools.count(1):
+        borrowed, is_interrupted = Borrowed(), False
+        with interrupted(number, places) as seen:
+            try:
+                run(borrowed)
+            except KeyboardInterrupt:
+                is_interrupted = True
+        yield f"line {number}, {seen[-1]}", borrowed
+        if not is_interrupted:
+            assert number > 20, "saw too little"
+            return
+
+
+def accumulate(model):
+    with bagua_syncbn.accumulate_statistics(model):
+        model(X)
+        model(X)
+
+
+def recalibrate_inside_accumulation(model):
+    with bagua_syncbn.accumulate_statistics(model):
+        model(X)
+        bagua_syncbn.recalibrate_statistics(model, [X])
+
+
+def mask(model):
+    with (
+        bagua_syncbn.masked(model, torch.ones(4, 1, dtype=torch.bool)),
+        bagua_syncbn.masked(model, torch.arange(4).view(4, 1) < 3),
+    ):
+        model(X)
+
+
+def verify(model):
+    bagua_syncbn.verify_synchronization(model, X, lambda model, x: model(x).square().mean())
+
+
+RESTORES = "dry_run.py", "restoring.py", "models.py", "groups/spec.py", "masked.py", "running_statistics/"
+TRAINS = accumulate, recalibrate_inside_accumulation, mask
+BORROWS = {
+    "recalibrate": lambda model: bagua_syncbn.recalibrate_statistics(model, [X]),
+    "noise": lambda model: bagua_syncbn.measure_batch_noise(model, [X]),
+    "accumulate": accumulate,
+    "recalibrate inside accumulation": recalibrate_inside_accumulation,
+    "mask": mask,
+    "verify": verify,
+}
+
+
+SLOW = "verify", "noise", "recalibrate inside accumulation"
+
+
+def by_name(cases):
+    return [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in cases]
+
+
+@pytest.mark.parametrize("name", by_name(BORROWS))
+def test_an_interrupted_temporary_change_of_a_model_is_undone(name, single_threaded):
+    borrow, places = BORROWS[name], (*RESTORES, "verification/noise.py", "verification/verify.py")
+    expected, other = Borrowed().step(), Borrowed()
+    borrow(other.model)
+    complete = [other.before, other.model.state_dict()]
+    for line, borrowed in interrupted_anywhere(lambda borrowed: borrow(borrowed.model), places):
+        if borrow not in TRAINS:
+            buffers = borrowed.model.state_dict().values()
+            assert any(all(map(torch.equal, buffers, each.values())) for each in complete), line
+        assert borrowed.state() == borrowed.untouched, line
+        message = message_of(lambda borrowed=borrowed, line=line: assert_same_bits(borrowed.step(), expected, line))
+        is_named = borrow in TRAINS and NAMED.search(message)  # an interrupt between the messages of a training call
+        assert message == "finished" or is_named, f"{line}: {message}"
+
+
+CHANGES = {
+    "freeze": bagua_syncbn.freeze_statistics,
+    "unfreeze": lambda model: bagua_syncbn.unfreeze_statistics(bagua_syncbn.freeze_statistics(model)),
+    "revert": bagua_syncbn.revert_sync_batchnorm,
+    "merge": lambda model: bagua_syncbn.merge_statistics(model, Counting()),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_an_interrupted_change_of_a_model_is_complete_or_undone(name, single_threaded):
+    def facts(model):
+        modes = [(type(layer), layer.training, bagua_syncbn.conversion_report(layer).summary()) for layer in model]
+        return modes, {name: value.tolist() for name, value in model.state_dict().items()}
+
+    complete = [facts(Borrowed().model)]
+    for change in (bagua_syncbn.freeze_statistics,) * (name == "unfreeze") + (CHANGES[name],):
+        model = Borrowed().model
+        change(model)
+        complete.append(facts(model))
+    for line, borrowed in interrupted_anywhere(
+        lambda borrowed: CHANGES[name](borrowed.model), (*RESTORES, "conversion/convert.py")
+    ):
+        assert facts(borrowed.model) in complete, line
