@@ -22,20 +22,17 @@ def observe_checkpoints(region: Callable[[], Any]) -> None:
         ) from None
 
     class ObservedHook(hook):
-        """Context manager around the first run with use_reentrant=False."""
+        """Context manager around the first run with use_reentrant=False.
+
+        torch creates it in its ``with`` statement, and nothing else refers to it, so the region ends with its life. An
+        ``__exit__`` here could be interrupted by Ctrl-C before torch's, and torch's hooks would remain.
+        """
 
         def __init__(self, frame: Any) -> None:
             super().__init__(frame)
-            self.region = region()
-            frame.recompute_fn = self.region(frame.recompute_fn)
-
-        def __enter__(self) -> None:
-            super().__enter__()
-            self.region.__enter__()
-
-        def __exit__(self, *args: object) -> None:
-            self.region.__exit__(*args)
-            super().__exit__(*args)
+            new = region()
+            frame.recompute_fn = new(frame.recompute_fn)
+            new.begin(self)
 
     def observed_forward(ctx: Any, run_function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         """Runs the function with use_reentrant=True; backward calls the same wrapped function."""

@@ -198,7 +198,7 @@ def execute_replication_callbacks(modules: Sequence[nn.Module]) -> None:
         raise TypeError(f"modules: expected a list of replicas, at least one, got {text_of_argument(modules)}")
     layers = [(name, child) for name, child in modules[0].named_modules() if isinstance(child, SyncBatchNorm)]
     for name, layer in layers:
-        if layer.training and hooks.prepare is not None:  # in a checkpoint
+        if layer.training and hooks.in_checkpoint:
             raise RuntimeError(
                 f"{name_of(layer, name)}: activation checkpointing cannot recompute replicas, which would update the "
                 "running statistics twice; checkpoint parts of the model that have no synchronized layers, or use "

@@ -12,6 +12,7 @@ import threading
 import time
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 import bagua_syncbn
+from bagua_syncbn import Repeatable
 from bagua_syncbn import _ops as ops
 from bagua_syncbn._groups import EVERYONE, spec_of
 from bagua_syncbn._reliability.history import history_in
@@ -28,6 +30,7 @@ from bagua_syncbn._step.hooks import hooks
 from bagua_syncbn._torch.modules import saving_hooks
 from bagua_syncbn.communicators import c10d, shared
 from tests.faults.programs import is_odd, message_of, own_group
+from tests.helpers.checkpoints import CHECKPOINTS
 from tests.helpers.one_rank import Twin
 from tests.helpers.steps import assert_same_bits, draw, step
 
@@ -248,7 +251,7 @@ def verify(model):
     bagua_syncbn.verify_synchronization(model, X, lambda model, x: model(x).square().mean())
 
 
-RESTORES = "dry_run.py", "restoring.py", "models.py", "groups/spec.py", "masked.py", "running_statistics/"
+RESTORES = "conversion/dry_run.py", "_errors.py", "conversion/models.py", "_groups/spec.py", "statistics/"
 TRAINS = accumulate, recalibrate_inside_accumulation, mask
 BORROWS = {
     "recalibrate": lambda model: bagua_syncbn.recalibrate_statistics(model, [X]),
@@ -261,6 +264,7 @@ BORROWS = {
 
 
 SLOW = "verify", "noise", "recalibrate inside accumulation"
+SLOW += "nested", "nested in reentrant", "reentrant, nested", "without early stop", "selective, all"
 
 
 def by_name(cases):
@@ -306,3 +310,38 @@ def test_an_interrupted_change_of_a_model_is_complete_or_undone(name, single_thr
         lambda borrowed: CHANGES[name](borrowed.model), (*RESTORES, "conversion/convert.py")
     ):
         assert facts(borrowed.model) in complete, line
+
+
+def by_hand(function, input):
+    """Runs without gradients, then with gradients outside backward, as gradient caches do."""
+    region = Repeatable()
+    with torch.no_grad(), region:
+        function(input)
+    with region:
+        return function(input)
+
+
+REGIONS = {**CHECKPOINTS, "by hand": by_hand}
+CHECKPOINT_PLACES = "memory/checkpointing.py", "torch_internals/checkpoints.py", "restoring.py", "ops/native.py"
+
+
+@pytest.mark.parametrize("name", by_name(REGIONS))
+def test_after_an_interrupt_in_a_checkpoint_later_steps_of_the_thread_are_right(name, single_threaded):
+    around = REGIONS[name]
+    fresh = Borrowed()
+    expected = {call: fresh.step(call and partial(around, fresh.model)) for call in (None, around)}
+    run = lambda borrowed: borrowed.step(partial(around, borrowed.model))  # noqa: E731
+    messages = set()
+    for line, borrowed in interrupted_anywhere(run, CHECKPOINT_PLACES):
+        torch.utils.checkpoint.checkpoint(nn.ReLU(), X.clone().requires_grad_(), use_reentrant=False).sum().backward()
+        for call in (None, around):
+            checkpointed = call and partial(around, borrowed.model)
+            try:
+                result = borrowed.step(checkpointed)
+            except RuntimeError as error:  # says what to do
+                messages.add(str(error).partition("; ")[2])
+                result = borrowed.step(checkpointed)
+            assert_same_bits(result, expected[call], line)
+        assert borrowed.state() == borrowed.untouched, line
+    told = "a checkpointed function must make the same calls each time; if Ctrl-C interrupted the end of a Repeatable"
+    assert messages <= ({f"{told}, repeat the step"} if name == "by hand" else set())
