@@ -12,8 +12,12 @@ from .._ops.definition import accumulate_dtype, per_channel
 from .._ops.headers import header_sums_of
 
 _PRIME = 2**16 + 1
-_CALLER, _CALL, _FINGERPRINT = 7 * 2**24 + 5, 9, 3 + 5 * 2**12 + 7 * 2**24
-_RANKS, _CHANNELS = 35, 300  # more than a warp, and more than a block
+_CALLER, _CALL = 0xABCDE1 * 2**24 + 0x123457, 0x765431  # words that need 24 bits
+# More ranks than a warp has lanes, more channels than a block has threads. If one of 48 ranks sends a part of this
+# fingerprint that is smaller by 1, only integer arithmetic shows it: float32 rounds the difference away.
+_RANKS, _CHANNELS = 48, 300
+_FINGERPRINT = 511 + 509 * 2**12 + 505 * 2**24
+_LARGE = 2**32  # factor of counts and of their sums
 
 
 class Call(NamedTuple):
@@ -30,6 +34,9 @@ class _Input(NamedTuple):
     offset: int = 0  # values between a 16-byte boundary and the first value
     interleaved: bool = False  # (N, C, H, W) as channels_last
     scale: float = 1.0  # multiplies grad_output
+    center: float = 1.0  # multiplies the means
+    padding: int = 0  # number of invalid positions at the start of each row, with a mask
+    only_reduces: bool = False  # whether only reductions run, without options
 
 
 def _inputs(vector: int) -> list[_Input]:
@@ -39,17 +46,23 @@ def _inputs(vector: int) -> list[_Input]:
     the last tile of channels is incomplete. An input's position in the list determines its activation. No value may be
     near a kink of its activation.
     """
+    center = {2: 2**3, 4: 2**14, 8: 1}[vector]  # means that require a precise variance
     return [
-        _Input((2, 3, 768 * vector + 1), scale=9),  # bias gradients overflow float16
-        _Input((1, 2, 1536 * vector + 3), offset=1),
+        _Input((2, 3, 768 * vector + 1), scale=30),  # bias gradients overflow float16
+        # The second row has a slot more than if it were aligned. The first of three parts has no valid positions.
+        _Input((1, 2, 1537 * vector - 2), offset=1, center=center, padding=1030 * vector),
         _Input((3, 5, 8 * vector)),
         _Input((450, 3, 7)),  # too short for vectors
         _Input((3, 5, 7)),
-        _Input((2, 1, 10400 * vector + 1)),  # 40 parts per channel
-        _Input((2048 // vector + 131, 17 * vector)),  # three tiles, five in reductions
+        _Input((2, 1, 2600 * vector + 1)),  # 10 parts per channel
+        _Input((1024 // vector + 131, 17 * vector)),  # three tiles, five in reductions
         _Input((2, 3 * vector, 3, 4), interleaved=True),
         _Input((3, 37, 10, 11), interleaved=True),  # the number of channels is not a multiple of the vector size
         _Input((7, 3 * vector), offset=1),
+        # 396 parts, more than a block has threads. Each thread reads a second batch.
+        _Input((25500, 17), center=center, only_reduces=True),
+        # Each thread reads a full batch of vectors.
+        _Input((1, 264, 128 * vector - 3), only_reduces=True),
     ]
 
 
@@ -63,7 +76,7 @@ class Exercise:
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype, self.accumulate = device, dtype, accumulate_dtype(dtype)
         # A permutation of 0 to 2**16, repeated. Divided in float64, which rounds alike everywhere.
-        self._noise = (torch.arange(4 * _PRIME, device=device) ** 3 % _PRIME).double() / _PRIME
+        self._noise = (torch.arange(7 * _PRIME, device=device) ** 3 % _PRIME).double() / _PRIME
 
     def calls(self) -> Iterator[Call]:
         for number, given in enumerate(_inputs(min(16 // self.dtype.itemsize, 8))):
@@ -76,18 +89,26 @@ class Exercise:
     def _on_input(self, number: int, given: _Input) -> Iterator[Call]:
         shape, channels = given.shape, given.shape[1]
         channel = torch.arange(channels, device=self.device).double()
-        deviation, center = 0.25 * 2 ** (channel % 5), (4 + 3 * (channel % 7)) * (1 - 2 * (channel % 2))
+        deviation = 0.25 * 2 ** (channel % 5)
+        center = (4 + 3 * (channel % 7)) * (1 - 2 * (channel % 2)) * given.center
         noise = self._some(*shape, skip=3 * number)
         x = self._placed((noise * 4 - 2) * per_channel(deviation, noise) + per_channel(center, noise), given)
         dy = self._placed((self._some(*shape, skip=999) + noise * 1.5) * given.scale, given)
-        residual, grad = (self._placed(self._some(*shape, skip=1999) * 2 - 1, given) for _ in range(2))
+        mean, invstd = self._of(center - 2.1 * deviation), self._of(3.3 / deviation)
+        if given.only_reduces:
+            yield Call("batch_norm_stats", (x, _CALLER, _CALL))
+            yield Call("batch_norm_backward_reduce", (dy, x, mean, invstd, None))
+            return
+        # Activations get values from -15 to 15, beyond their kinks and the range in which they change.
+        other = given._replace(offset=given.offset + (number == 5))
+        residual, grad = (self._placed(self._some(*shape, skip=1999) * 16 - 8, other) for _ in range(2))
         mask = self._some(shape[0], *shape[2:], skip=99) < 0.6
-        mean, invstd = self._of(center - 2.1 * deviation), self._of(0.43 / deviation)
+        mask[..., : given.padding] = False
         # Parameters have the accumulate dtype or the input's, or are None.
         dtype = self.accumulate if number % 2 else self.dtype
         weight = None if number % 4 == 2 else self._of(self._some(channels, skip=7) + 0.5, dtype)
-        bias = None if number % 4 == 3 else self._of(self._some(channels, skip=91) - 1.5, dtype)
-        activations = [(1 + (number + step) % len(ACTIVATIONS), 0.3) for step in (0, 3, 8)]
+        bias = None if number % 4 == 3 else self._of(self._some(channels, skip=91) - 8, dtype)
+        activations = [(1 + (number + step) % len(ACTIVATIONS), 0.3) for step in (0, 3, 7)]
 
         masked = self._placed(x.masked_fill(~mask.unsqueeze(1), torch.nan), given)
         for values, positions in ((x, None), (masked, mask)):
@@ -100,14 +121,14 @@ class Exercise:
         yield Call("batch_norm_backward_reduce", reduced)
         arguments = *reduced, _FINGERPRINT, bias, residual, *activations[1], grad
         yield Call("batch_norm_backward_reduce", arguments, (grad,))
-        sums = self._of(torch.cat([600 + channel, (300 + channel) * deviation, self._header(2)]))
-        factors, count = (dy, x, weight, mean, invstd), torch.full((), 1000, device=self.device)
-        wrong, record = sums.clone(), self._record()  # a part of the header differs between ranks
-        wrong[2 * (channels + number % 3)] += 1
-        yield Call("batch_norm_backward_elemt", (*factors, wrong, count, 2, record, 4 + number), (record,))
+        totals = torch.cat([600 + channel, (30 + channel) * deviation]) * _LARGE
+        sums, wrong = (self._of(torch.cat([totals, self._header(differing)])) for differing in (None, number % 3))
+        factors, count = (dy, x, weight, mean, invstd), torch.full((), 1000 * _LARGE, device=self.device)
+        record = self._record(3 if number == 1 else 0)
+        yield Call("batch_norm_backward_elemt", (*factors, wrong, count, _RANKS, record, 4 + number), (record,))
         for options in ((mask,), (None, bias, *activations[2])):
-            yield Call("batch_norm_backward_elemt", (*factors, sums, count, 2, None, 0, *options))
-        yield Call("batch_norm_backward_elemt", (*factors, sums, count, 2), (dy,), {"grad_input": dy})
+            yield Call("batch_norm_backward_elemt", (*factors, sums, count, _RANKS, None, 0, *options))
+        yield Call("batch_norm_backward_elemt", (*factors, sums, count, _RANKS), (dy,), {"grad_input": dy})
 
     def _merging_ranks(self) -> Iterator[Call]:
         moments = self._some(_RANKS, 2 * _CHANNELS) + 1
@@ -120,17 +141,17 @@ class Exercise:
         table: list[tuple[Any, ...]] = [  # momentum, skip_nonfinite, changed values
             (0.7, False),
             (0.7, False, (last, low, 8), (33, low, 3)),
-            (None, False, (every, high, 1), (5, high, 0)),  # more than 2**24 values
+            (None, False, (every, high, 200), (5, high, 0)),  # more than 2**32 values on most ranks
             (None, True),
             (0.7, False, (every, low, 0), (last, low, 1)),  # a single value
             (0.7, False, (every, low, 0)),
             (0.7, True, (last, low, 8), (last, mean, math.inf)),
             (0.7, True, (last, low, 8), (last, var, math.inf)),
-            (0.7, False, (last, word, 8), (5, low, 0.5)),  # a wrong header precedes a wrong count
+            (0.7, False, (last, word, 8), (last, low, 0.5), (5, low, 0.5)),  # a wrong header precedes wrong counts
             (0.7, False, (20, word + 1, 8)),
             (0.7, False, (33, word + 2, 8)),
             (0.7, False, (last, low, 0.5)),
-            (0.7, False, (2, low, -1)),
+            (0.7, False, (2, low, -1), (20, low, 0.5)),  # the first rank counts
             (0.7, False, (33, low, math.nan)),
             (0.7, False, (7, low, 2**24)),
             (0.7, False, (last, high, -1)),
@@ -146,12 +167,15 @@ class Exercise:
         average, square = moments[0].chunk(2)
         square = square + average.square()
         square[7] = 0.9 * average[7] ** 2  # rounding can leave a negative variance
-        count, header = self._full(1) * 300, self._header(_RANKS)
-        sums = torch.cat([300 * average, 300 * square, count, header]).double()
-        for column, change in ((0, 0.0), (-6, 1.0), (-4, 1.0), (-2, 1.0), (-7, 0.5), (-7, -301.0)):  # header, count
-            gathered = sums.clone()
-            gathered[column] += change
-            yield self._merge(gathered, None, change != 0)
+        for differing, count in (
+            (None, 300),
+            (None, 300 * _LARGE + 1),
+            *((part, 300) for part in range(3)),
+            (None, 300.5),
+            (None, -1),
+        ):
+            values = torch.cat([average, square, self._full(1)]).double() * count
+            yield self._merge(torch.cat([values, self._header(differing)]), None, differing is not None)
 
     def _merge(self, gathered: Tensor, momentum: float | None, skips: bool) -> Call:
         mean, var = self._of(self._some(2, _CHANNELS, skip=99) + 0.5, self.dtype).unbind()
@@ -159,11 +183,17 @@ class Exercise:
         arguments = gathered, *buffers, momentum, 0.5, record, skips, _RANKS, _CALL
         return Call("batch_norm_gather_stats", arguments, (*buffers, record))
 
-    def _header(self, ranks: int) -> Tensor:
-        return torch.tensor(header_sums_of(_FINGERPRINT), device=self.device).double() * ranks
+    def _header(self, differing: int | None) -> Tensor:
+        """Returns the header sums of all ranks, one of which sends a smaller part number ``differing``."""
+        other = _FINGERPRINT - (0 if differing is None else 2 ** (12 * differing))
+        sums, others = torch.tensor([*map(header_sums_of, (_FINGERPRINT, other))], device=self.device).double()
+        return (_RANKS - 1) * sums + others
 
-    def _record(self) -> Tensor:
-        return torch.zeros(8, dtype=torch.int64, device="cpu", pin_memory=self.device.type == "cuda")
+    def _record(self, earlier: int = 0) -> Tensor:
+        """Returns a fault record, with an ``earlier`` fault that must stay."""
+        record = torch.zeros(8, dtype=torch.int64, device="cpu", pin_memory=self.device.type == "cuda")
+        record[0] = earlier
+        return record
 
     def _full(self, size: int) -> Tensor:
         return torch.ones(size, dtype=self.accumulate, device=self.device)
