@@ -176,7 +176,7 @@ print(f"bagua_syncbn: {KIND} build: {REASON}{cards}", flush=True)
 # Starts with the slowest sources, so that none of them is left to compile alone at the end.
 patterns = ["csrc/cpu/loops/*.cpp", "csrc/*.cpp", "csrc/cpu/*.cpp", "csrc/exchange/*.cpp"] if KIND != "python" else []
 patterns += ["csrc/cuda/*.cu", "csrc/cuda/torch/*.cpp"] if KIND == "cuda" else []
-paths = [path for pattern in patterns for path in sorted(ROOT.glob(pattern)) if path.name != "check.cu"]  # a program
+paths = [path for pattern in patterns for path in sorted(ROOT.glob(pattern))]
 sources = [str(path.relative_to(ROOT)) for path in paths]
 setup(
     ext_modules=[Extension("bagua_syncbn._C", sources, py_limited_api=True)] if sources else [],

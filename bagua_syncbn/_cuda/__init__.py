@@ -2,9 +2,10 @@
 
 from .._step.call import Call
 from ..functional import first_call_checks
+from .comparison import agreed
 from .selection import EXPERIMENTAL, check_kernels, cuda_kernels
 
-__all__ = ["EXPERIMENTAL", "check_kernels", "cuda_kernels"]
+__all__ = ["EXPERIMENTAL", "agreed", "check_kernels", "cuda_kernels"]
 
 
 @first_call_checks.register

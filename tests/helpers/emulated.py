@@ -64,7 +64,7 @@ def _compile(flags: list[str], headers: Path, folder: Path) -> Path:
     kernels = [*including, "-include", str(precompiled.with_suffix("")), f"-I{CSRC / 'cuda'}"]
     stable = ["-DTORCH_TARGET_VERSION=0x020a000000000000", f"-isystem{Path(torch.__file__).parent / 'include'}"]
     bindings = [*flags, *stable]
-    files = {path: kernels for path in (CSRC / "cuda").glob("*.cu") if path.stem not in ("device", "check")}
+    files = {path: kernels for path in (CSRC / "cuda").glob("*.cu") if path.stem != "device"}
     files[EMULATOR / "emulator.cpp"] = kernels
     files |= dict.fromkeys((CSRC / "cuda" / "torch" / "register.cpp", EMULATOR / "context.cpp"), bindings)
 
@@ -79,19 +79,6 @@ def _compile(flags: list[str], headers: Path, folder: Path) -> Path:
     libraries = [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu", "-lpthread"]
     subprocess.run([*flags, "-shared", *objects, *libraries, "-o", str(library)], check=True)
     return library
-
-
-def compile_check(folder: Path, wrong: str | None) -> Path:
-    """Compiles csrc/cuda/check.cu for the emulator. Removes the last factor of the line ``wrong`` in the kernels."""
-    sources = Path(shutil.copytree(CSRC, folder / "csrc"))
-    if wrong is not None:
-        (file,) = (path for path in sources.glob("cuda/*.cuh") if wrong in path.read_text())
-        file.write_text(file.read_text().replace(wrong, wrong.rpartition(" * ")[0]))
-    includes = [f"-I{sources / 'cuda'}", f"-I{EMULATOR}", "-isystem", str(find_headers())]
-    files = [str(path) for path in (sources / "cuda" / "check.cu", EMULATOR / "emulator.cpp", EMULATOR / "runtime.cpp")]
-    included = ["-include", str(EMULATOR / "precompiled.h"), "-x", "c++"]
-    subprocess.run(["g++", *FLAGS, "-O1", *includes, *included, *files, "-o", str(folder / "check")], check=True)
-    return folder / "check"
 
 
 class Library(NamedTuple):

@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from collections import Counter
 from functools import partial
 from itertools import cycle, product
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bagua_syncbn import SyncBatchNorm1d
 from bagua_syncbn._cuda import comparison, selection
+from bagua_syncbn._cuda.exercise import Exercise
 from bagua_syncbn._ops import activations, reference
 from bagua_syncbn._ops.definition import SCHEMAS
 from tests.helpers.tolerances import DTYPES
@@ -49,6 +51,7 @@ def kernels(monkeypatch):
     monkeypatch.setattr(selection, "import_module", lambda name: SimpleNamespace(cuda_support=lambda device: 0))
     monkeypatch.setattr(selection, "library", SimpleNamespace(impl=lambda name, *rest: replaced.append(name)))
     monkeypatch.setattr(selection, "_checked", set())
+    monkeypatch.setattr(comparison, "agreed", Counter())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
     return replaced
 
@@ -271,6 +274,7 @@ def test_kernels_are_compared_once_per_dtype_and_stay_if_right(kernels, caplog):
             selection.check_kernels(ones.to(dtype))
     assert check_transformed(ones)
     assert kernels == []
+    assert comparison.agreed[CPU] == sum(len([*Exercise(CPU, dtype).calls()]) for dtype in (ones.dtype, torch.float16))
     for message, dtype in zip(caplog.messages, ("float32", "float16"), strict=True):
         assert message.startswith(f"kernels on cpu for torch.{dtype}: native, experimental")
 

@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -37,19 +39,25 @@ def test_without_torch_importing_says_what_to_install():
     assert "ModuleNotFoundError: bagua_syncbn needs PyTorch 2.10 or later: pip install torch" in done.stderr
 
 
-def test_a_device_whose_kernels_cannot_be_compared_is_reported_with_the_error(monkeypatch):
+def test_each_card_is_reported_with_the_result_of_the_comparison_or_its_error(monkeypatch):
     def check_kernels(input):
-        if input.dtype == (torch.float32, "cuda:0"):
+        if input.dtype == torch.float32 and input.device.index == 0:
             raise RuntimeError("comparing the CUDA kernels failed")
+        __main__.agreed[input.device] += 2
 
     monkeypatch.setattr(__main__, "check_kernels", check_kernels)
     monkeypatch.setattr(__main__, "cuda_kernels", lambda: "native")
+    monkeypatch.setattr(__main__, "agreed", Counter())
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", "H100 {}".format)
-    monkeypatch.setattr(torch, "empty", lambda size, dtype, device: SimpleNamespace(dtype=(dtype, device)))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, index))
+    monkeypatch.setattr(torch, "empty", lambda size, dtype, device: SimpleNamespace(dtype=dtype, device=device))
     info = collect_info()
     assert info["devices"] == ["cpu", "H100 0", "H100 1"]
-    assert info["cuda_kernels"] == ["cuda:0: comparing the CUDA kernels failed", "cuda:1: native"]
+    first, second = info["cuda_kernels"]
+    equal = r"cases equal plain torch, \d+\.\d s\)"
+    assert re.fullmatch(rf"cuda:0: H100 0, sm_90: comparing the CUDA kernels failed \(4 {equal}", first)
+    assert re.fullmatch(rf"cuda:1: H100 1, sm_91: native \(8 {equal}", second)
 
 
 @pytest.mark.parametrize("variable", ["KERNELS", "EXCHANGE", "CPU_CAPABILITY"])
