@@ -10,6 +10,7 @@ except ModuleNotFoundError as error:
 import sys as _sys
 
 from . import _cuda  # noqa: F401  # compares the kernels of a CUDA device at their first use
+from ._groups import ProcessGroupLike
 from ._reliability import unsynchronized as _unsynchronized  # noqa: F401  # warns about launched jobs without a group
 from ._reliability.faults import check_ranks
 from .bagua import with_bagua
@@ -41,6 +42,7 @@ if not getattr(_sys, "_is_gil_enabled", lambda: True)():
     raise ImportError("bagua_syncbn needs the GIL, which this Python runs without; set PYTHON_GIL=1")
 
 __all__ = [
+    "ProcessGroupLike",
     "Repeatable",
     "SyncBatchNorm",
     "SyncBatchNorm1d",

@@ -10,7 +10,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from . import _ops as ops
 from ._errors import notifies_peers
-from ._groups import LOCAL, Communicator, spec_of
+from ._groups import LOCAL, Communicator, ProcessGroupLike, spec_of
 from ._ops.options import Options
 from ._registry import Registry
 from ._step.by_torch import ByTorch, in_evaluation, suits_torch
@@ -61,7 +61,7 @@ def sync_batch_norm(
     training: bool = True,
     momentum: float | None = 0.1,
     eps: float = 1e-5,
-    process_group: Any = None,
+    process_group: ProcessGroupLike = None,
     *,
     num_batches_tracked: Tensor | None = None,
     eps_mode: str = "plus",
@@ -105,9 +105,8 @@ def sync_batch_norm(
         momentum: weight of the new batch statistics in the running statistics; None for a cumulative average, which
             requires ``num_batches_tracked``.
         eps: :math:`\epsilon`, added to the variance. At least 0; above 0 in training.
-        process_group: ranks to synchronize with. None for the job's default group, or for this process if no job runs;
-            a :class:`torch.distributed.ProcessGroup`; a ``BaguaProcessGroup``; a description that
-            :func:`~bagua_syncbn.sync_group` takes; or a :class:`~bagua_syncbn.communicators.Communicator`.
+        process_group: ranks to synchronize with, see :data:`~bagua_syncbn.ProcessGroupLike`. None for the job's default
+            group, or for this process if no job runs.
         num_batches_tracked: scalar, any integer or float dtype. Incremented in place with the running statistics.
         eps_mode: ``"plus"``; or ``"clamp"`` to divide by :math:`\sqrt{\max(\mathrm{Var}[x], \epsilon)}`, where
             ``eps`` may be 0 in training. With float32 and half inputs, "clamp" is exact for standard deviations down to

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import _ops as ops
 from ._errors import notifies_peers
-from ._groups import EVERYONE, spec_of
+from ._groups import EVERYONE, ProcessGroupLike, spec_of
 from ._ops import activation_of
 from ._ops.options import Options
 from ._step.call import NO_MASK, Call
@@ -104,7 +104,7 @@ class SyncBatchNorm(_BatchNorm):
         momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
-        process_group: Any = None,
+        process_group: ProcessGroupLike = None,
         device: Any = None,
         dtype: Any = None,
         *,
@@ -150,7 +150,7 @@ class SyncBatchNorm(_BatchNorm):
         return spec_of(self._sync_state.group).process_group
 
     @process_group.setter
-    def process_group(self, process_group: Any) -> None:
+    def process_group(self, process_group: ProcessGroupLike) -> None:
         self._sync_state.group = spec_of(process_group)
 
     def reset_running_stats(self) -> None:

@@ -1,6 +1,10 @@
 """Sphinx configuration. Builds without network: no intersphinx."""
 
-from bagua_syncbn import __version__
+import re
+
+from sphinx.util.typing import stringify_annotation
+
+from bagua_syncbn import ProcessGroupLike, __version__
 
 project = "bagua_syncbn"
 version = release = __version__
@@ -18,7 +22,22 @@ html_title = f"bagua_syncbn {version}"
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
+autodoc_type_aliases = {"_Module": "nn.Module"}  # in overloads
 autodoc_preserve_defaults = True
 python_maximum_signature_line_length = 80
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+
+
+def shorten(app, what, name, obj, options, signature, returns):
+    """Writes the union of all process groups and torch's modules by the names that users write."""
+    union = stringify_annotation(ProcessGroupLike, "smart")
+
+    def short(text):
+        return text and re.sub(r"[\w.~]*\b_?Module\b", "nn.Module", text.replace(union, "ProcessGroupLike"))
+
+    return short(signature), short(returns)
+
+
+def setup(app):
+    app.connect("autodoc-process-signature", shorten)

@@ -1,5 +1,6 @@
 """Groups of ranks that synchronize: ``process_group`` arguments, and the interface of communicators."""
 
+from .arguments import ProcessGroupLike
 from .communicator import LOCAL, Communicator, LocalCommunicator
 from .spec import DESTROYED, EVERYONE, FORKED, GroupSpec, RankGroup, engines, replaced_groups, spec_of
 from .texts import ranks_by_text, text_of_argument, text_of_ranks
@@ -12,6 +13,7 @@ __all__ = [
     "Communicator",
     "GroupSpec",
     "LocalCommunicator",
+    "ProcessGroupLike",
     "RankGroup",
     "engines",
     "ranks_by_text",

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._groups import engines, spec_of, text_of_argument
+from .._groups import ProcessGroupLike, engines, spec_of, text_of_argument
 from .._reliability.unsynchronized import warn_at_launch
 from .._torch.modules import composable_replicate, pytree
 from ..communicators.torch_engine import torch_group_of
@@ -29,7 +29,7 @@ _IGNORED = ("_bagua_params_and_buffers_to_ignore", "_ddp_params_and_buffers_to_i
 
 
 def with_bagua(
-    module: _Module, optimizers: Sequence[Optimizer], algorithm: Any = None, process_group: Any = None
+    module: _Module, optimizers: Sequence[Optimizer], algorithm: Any = None, process_group: ProcessGroupLike = None
 ) -> _Module:
     """Makes ``module`` data parallel in place, with the engine that runs the job: Bagua or torch; returns ``module``.
 
@@ -53,9 +53,9 @@ def with_bagua(
         algorithm: how to exchange gradients: an algorithm object, class or registered name of Bagua. None means
             ``"gradient_allreduce"``. Without Bagua, this is the only algorithm: pass its name, or a
             ``GradientAllReduceAlgorithm`` with ``average=True`` from Bagua or ``bagua_syncbn.contrib.algorithms``.
-        process_group: the ranks to train together: a :class:`torch.distributed.ProcessGroup`; in a Bagua job also a
-            ``BaguaProcessGroup``; otherwise also a description for :func:`~bagua_syncbn.sync_group` (all ranks of the
-            job create the groups in this call); None for all ranks.
+        process_group: the ranks to train together; None for all ranks. In a Bagua job, a ``BaguaProcessGroup`` or a
+            :class:`torch.distributed.ProcessGroup`; otherwise as for :func:`~bagua_syncbn.sync_group`, and all ranks of
+            the job create the groups in this call.
 
     Raises:
         TypeError: ``module`` is not a module, ``optimizers`` is not a sequence of optimizers, or ``process_group`` is
@@ -81,7 +81,8 @@ def with_bagua(
     layers = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
     if not layers:
         warnings.warn(f"with_bagua: found no synchronized layer in {type(module).__name__}", stacklevel=2)
-    spec, by_bagua = spec_of(process_group), bagua.is_running()
+    spec: Any = spec_of(process_group)
+    by_bagua = bagua.is_running()
     if by_bagua:
         algorithm = bagua.resolve_algorithm(algorithm or "gradient_allreduce")
     else:

@@ -1,12 +1,17 @@
 """Process groups for users, from the descriptions that layers accept."""
 
-from typing import Any
+from __future__ import annotations
 
-from .._groups import spec_of
+from typing import TYPE_CHECKING
+
+from .._groups import ProcessGroupLike, spec_of
 from .torch_engine import torch_group_of
 
+if TYPE_CHECKING:  # some builds of torch have no torch.distributed
+    from torch.distributed import ProcessGroup
 
-def sync_group(process_group: Any) -> Any:
+
+def sync_group(process_group: ProcessGroupLike) -> ProcessGroup | None:
     """Returns this rank's process group for a description, for your own messages.
 
     The first call with a description creates up to two groups of its ranks: the returned group, and the group that
@@ -15,8 +20,8 @@ def sync_group(process_group: Any) -> Any:
     Layers also create their group in their first training forward, under the same conditions.
 
     Args:
-        process_group: an int for that many consecutive ranks, ``"node"`` for the ranks of this host, a list of lists of
-            ranks, a 1-D :class:`torch.distributed.device_mesh.DeviceMesh`, a group, or None for all ranks.
+        process_group: any :data:`~bagua_syncbn.ProcessGroupLike` except a Communicator or a group of Bagua; None for
+            all ranks.
 
     Returns:
         A :class:`torch.distributed.ProcessGroup`: the default group if it has the same ranks. None, which torch takes

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from .._errors import undone_on_error
-from .._groups import EVERYONE, GroupSpec, spec_of
+from .._groups import EVERYONE, GroupSpec, ProcessGroupLike, spec_of
 from .._names import ConvertedModel, Origin, name_of
 from .._registry import Registry
 from .._step.checks import check_flag
@@ -39,7 +39,7 @@ undo_hooks: Registry[Callable[[nn.Module], None]] = Registry()
 
 def convert_sync_batchnorm(
     module: _Module,
-    process_group: Any = None,
+    process_group: ProcessGroupLike = None,
     *,
     filter: Filter | None = None,
     skip_nonfinite: bool = False,
@@ -54,7 +54,7 @@ def convert_sync_batchnorm(
 
     Args:
         module: the model, which may be a single layer.
-        process_group: the ranks to synchronize, see :func:`~bagua_syncbn.sync_batch_norm`. None preserves existing
+        process_group: the ranks to synchronize, see :data:`~bagua_syncbn.ProcessGroupLike`. None preserves existing
             process groups; the default is all ranks of the job.
         filter: called with the name of a layer, as in ``named_modules``, and the layer; False skips the layer. It is
             called even for layers that conversion would refuse. A shared layer is converted if any of the names returns

@@ -7,6 +7,7 @@ from unittest import mock
 
 from torch import nn
 
+from .._groups import ProcessGroupLike
 from .classes import synchronized_class
 from .convert import change_class, convert_sync_batchnorm
 
@@ -48,5 +49,5 @@ def _init(layer: nn.SyncBatchNorm, *args: Any, **kwargs: Any) -> None:
 
 @classmethod  # pyrefly: ignore[invalid-decorator]
 @functools.wraps(vars(nn.SyncBatchNorm)["convert_sync_batchnorm"].__func__)
-def _convert(cls: type[nn.SyncBatchNorm], module: nn.Module, process_group: Any = None) -> nn.Module:
+def _convert(cls: type[nn.SyncBatchNorm], module: nn.Module, process_group: ProcessGroupLike = None) -> nn.Module:
     return convert_sync_batchnorm(module, process_group)

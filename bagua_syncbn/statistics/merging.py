@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from .._errors import notifies_peers
-from .._groups import LOCAL, spec_of
+from .._groups import LOCAL, ProcessGroupLike, spec_of
 from .._ops import Moments
 from .._reliability.unsynchronized import check_launch
 from .._step.checks import check_number
@@ -27,7 +27,7 @@ _NO_BATCH = 2.0**-600
 
 
 @notifies_peers(lambda module=None, process_group=None, **_: (process_group, module))
-def merge_statistics(module: nn.Module, process_group: Any = None, *, weight: float = 1.0) -> None:
+def merge_statistics(module: nn.Module, process_group: ProcessGroupLike = None, *, weight: float = 1.0) -> None:
     r"""Merges the running statistics of all ranks, in a single collective for the whole model.
 
     Layers that synchronize within groups (e.g. ``process_group="node"``) or not at all have different running
@@ -49,7 +49,7 @@ def merge_statistics(module: nn.Module, process_group: Any = None, *, weight: fl
     Args:
         module: the model, wrapped or not, in any mode, with synchronized or torch's layers. All ranks must make the
             call, with the same layer names and numbers of channels.
-        process_group: the ranks to merge, as for :func:`sync_batch_norm`; None for the whole job.
+        process_group: the ranks to merge; None for the whole job.
         weight: weight of a batch of this rank, for example the number of samples if batch sizes differ.
 
     Shape:

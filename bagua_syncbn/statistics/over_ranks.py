@@ -9,7 +9,7 @@ from torch.compiler import is_compiling
 
 from .. import _ops as ops
 from .._errors import notifies_peers
-from .._groups import LOCAL, Communicator, spec_of
+from .._groups import LOCAL, Communicator, ProcessGroupLike, spec_of
 from .._reliability.faults import differ_text
 from .._reliability.history import history_in
 from .._reliability.protocol import RankExchange, sum_with_header
@@ -26,7 +26,7 @@ _NAME = "mean_over_ranks"
 def mean_over_ranks(
     values: Tensor,
     mask: Tensor | None = None,
-    process_group: Any = None,
+    process_group: ProcessGroupLike = None,
     *,
     count: float | Tensor | None = None,
     gradients: Literal["averaged", "summed"] = "averaged",
@@ -51,8 +51,7 @@ def mean_over_ranks(
         values: per-sample losses of this rank (``reduction="none"``), in any shape.
         mask: bool, with as many dimensions as ``values``; dimensions of size 1 broadcast. True for values to include;
             None for all values.
-        process_group: the ranks over which gradients are reduced, as for :func:`sync_batch_norm`; None for the whole
-            job.
+        process_group: the ranks over which gradients are reduced; None for the whole job.
         count: overrides :math:`n_r`, by default the number of values. In gradient accumulation, pass the number in all
             micro-batches of the step; for a sum over anchors, the number of boxes. With ``count``, ``values`` may be a
             sum. The loss is NaN if a tensor ``count`` is negative or not finite.

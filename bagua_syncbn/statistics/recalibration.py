@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from .._errors import notifies_peers
-from .._groups import spec_of
+from .._groups import ProcessGroupLike, spec_of
 from .._names import name_of
 from .._ops import Moments
 from .._reliability.unsynchronized import check_launch
@@ -30,7 +30,7 @@ def recalibrate_statistics(
     *,
     forward: Callable[[Any], Any] | None = None,
     device: torch.device | str | int | None = None,
-    process_group: Any = None,
+    process_group: ProcessGroupLike = None,
 ) -> None:
     """Recomputes running statistics from the given batches of all ranks (precise batch normalization).
 
@@ -56,7 +56,7 @@ def recalibrate_statistics(
         forward: runs the model on a batch, which may have any type. None for ``module(batch)``.
         device: where to move batches before calling ``module``; None to leave them. Cannot be combined with
             ``forward``.
-        process_group: the ranks that make the call, as for :func:`sync_batch_norm`; None for the whole job.
+        process_group: the ranks that make the call; None for the whole job.
 
     Raises:
         TypeError: ``module`` is not a module; ``batches`` is a tensor, or not iterable; ``forward`` is not callable

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .._errors import restored
+from .._groups import ProcessGroupLike
 from .._step.checks import check_number, is_distributed
 from ..conversion.dry_run import batch_loop, dry_run
 from ..statistics.masked import is_masked
@@ -89,7 +90,7 @@ def measure_batch_noise(
     limit: float = 0.05,
     forward: Callable[[Any], Any] | None = None,
     device: torch.device | str | int | None = None,
-    process_group: Any = None,
+    process_group: ProcessGroupLike = None,
 ) -> BatchNoise:
     r"""Measures the noise of batch statistics in each layer, to decide whether to synchronize them.
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .._groups import ProcessGroupLike
 from .._step.checks import check_callable
 from ..conversion.dry_run import unchanged
 from ..conversion.models import check_module, is_data_parallel
@@ -50,7 +51,7 @@ def verify_synchronization(
     batch: Any,
     loss: Loss,
     *,
-    process_group: Any = None,
+    process_group: ProcessGroupLike = None,
     merge: Callable[[list[Any]], Any] | None = None,
 ) -> Verdict:
     r"""Compares a training step of ``model`` on all ranks with one process on the merged batch.

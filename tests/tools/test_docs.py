@@ -9,6 +9,7 @@ An HTML comment before a block selects how to run it:
     <!-- not run: needs CUDA -->   compile only
 """
 
+import inspect
 import os
 import re
 import sys
@@ -105,6 +106,16 @@ def test_every_block_is_read_and_linked_files_exist(page):
     assert {block.marker for block in blocks} <= {None, TWO_RANKS, *NOT_RUN, *(PACKAGE + name for name in PACKAGES)}
     for target in LINK.findall(text):
         assert (page.parent / target).is_file(), f"{page.name} links to {target}"
+
+
+def test_the_reference_lists_public_names_and_documents_group_arguments_once():
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    for name in set(bagua_syncbn.__all__) - {"__version__"}:
+        assert re.search(rf"^[.][.] (auto\w+|py:data):: {name}\b", page, re.MULTILINE), name
+        public = getattr(bagua_syncbn, name)
+        parameters = inspect.signature(public).parameters if callable(public) else {}
+        if "process_group" in parameters:
+            assert parameters["process_group"].annotation == bagua_syncbn.ProcessGroupLike, name
 
 
 def test_the_picture_of_a_conversion_shows_its_report():
