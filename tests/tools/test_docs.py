@@ -10,6 +10,7 @@ An HTML comment before a block selects how to run it:
 """
 
 import inspect
+import json
 import os
 import re
 import sys
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 import bagua_syncbn
+from bagua_syncbn.__main__ import collect_info
 from bagua_syncbn.conversion import converters
 from tests.helpers.fake_packages import PACKAGES, stand_in_for
 from tests.helpers.workers import launched_by_torchrun
@@ -118,6 +120,11 @@ def test_the_reference_lists_public_names_and_documents_group_arguments_once():
             assert parameters["process_group"].annotation == bagua_syncbn.ProcessGroupLike, name
 
 
+def test_the_installation_page_shows_all_facts_about_an_installation():
+    page = (ROOT / "docs" / "installation.md").read_text(encoding="utf-8")
+    assert json.loads(page.split("```json\n")[1].split("```")[0]).keys() == collect_info().keys()
+
+
 def test_the_picture_of_a_conversion_shows_its_report():
     picture = ElementTree.parse(ROOT / "docs" / "pictures" / "conversion.svg")
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.InstanceNorm2d(8))
@@ -146,7 +153,7 @@ def take_a_step(package, module, name, is_synchronized):
     ("mmcv", "mmcv.ops", "SyncBatchNorm", STAYS),
 ])  # fmt: skip
 def test_layers_of_other_packages_convert_as_documented(pool, package, module, name, unregistered, monkeypatch):
-    page = ROOT / "docs" / "switching.md"
+    page = ROOT / "docs" / "migrating.md"
     (row,) = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith(f"| `{module}.{name}`")]
     assert row.endswith(f"| {unregistered} |")
     monkeypatch.setattr(converters, "_converters", converters._converters.copy())
