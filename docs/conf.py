@@ -10,7 +10,8 @@ project = "bagua_syncbn"
 version = release = __version__
 copyright = "the bagua_syncbn authors"
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx_copybutton"]
+extensions += [f"sphinx.ext.{name}" for name in ("autodoc", "mathjax", "napoleon", "viewcode")]
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 exclude_patterns = ["_build"]

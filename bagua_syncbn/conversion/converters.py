@@ -39,7 +39,7 @@ def register_converter(cls: type[nn.Module], converter: Converter | None) -> Non
         >>> register_converter(fairscale.experimental.nn.SyncBatchNorm, lambda layer: bagua_syncbn.SyncBatchNorm)
         >>> register_converter(inplace_abn.InPlaceABNSync, lambda layer: None)  # continues to synchronize itself
 
-    docs/switching.md has classes for layers of several packages.
+    docs/migrating.md has classes for layers of several packages.
     """
     if not isinstance(cls, type) or not issubclass(cls, nn.Module) or issubclass(cls, SyncBatchNorm):
         got = text_of_argument(cls)

@@ -158,8 +158,8 @@ def test_classes_of_converters_are_checked():
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("options", [{}, {"channel_last": True}, {"fuse_relu": True}], ids=str)
 def test_the_documented_converter_for_apex_works(options):
-    """Uses the recipe in docs/switching.md; tests/tools/test_docs.py runs all recipes."""
-    page = (Path(__file__).resolve().parents[2] / "docs" / "switching.md").read_text(encoding="utf-8")
+    """Uses the recipe in docs/migrating.md; tests/tools/test_docs.py runs all recipes."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8")
     recipe = re.search(r"^class FromApex.*?: FromApex\)\n", page, re.DOTALL | re.MULTILINE)
     apex = SimpleNamespace(parallel=SimpleNamespace(SyncBatchNorm=Apex))
     exec(recipe[0], {"bagua_syncbn": bagua_syncbn, "apex": apex})
