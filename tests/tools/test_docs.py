@@ -41,6 +41,7 @@ TWO_RANKS = "ranks: 2"
 NEEDS_BAGUA = "not run: needs Bagua"
 NOT_RUN = {NEEDS_BAGUA, "not run: needs CUDA"}
 PACKAGE = "package: "
+WIDTH = 88  # columns of code in the built pages
 
 
 class Block(NamedTuple):
@@ -108,6 +109,14 @@ def test_every_block_is_read_and_linked_files_exist(page):
     assert {block.marker for block in blocks} <= {None, TWO_RANKS, *NOT_RUN, *(PACKAGE + name for name in PACKAGES)}
     for target in LINK.findall(text):
         assert (page.parent / target).is_file(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_code_fits_the_page(page):
+    """Wider code scrolls in the built documentation. Printed output (text) wraps."""
+    fenced = re.findall(r"^```([^\n]*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    shown = (source.splitlines() for language, source in fenced if not language.startswith(("text", "{")))
+    assert [line for lines in shown for line in lines if len(line) > WIDTH] == []
 
 
 def test_the_reference_lists_public_names_and_documents_group_arguments_once():
