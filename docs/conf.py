@@ -18,7 +18,7 @@ exclude_patterns = ["_build"]
 
 html_theme = "furo"
 html_static_path = ["_static"]
-html_css_files = ["tables.css"]
+html_css_files = ["site.css"]
 html_title = f"bagua_syncbn {version}"
 
 autodoc_member_order = "bysource"
