@@ -27,7 +27,7 @@ from ._torch.autograd import Mode, as_number, current_mode, is_fake, is_without_
 _PLAIN_CLASSES = Tensor, nn.Parameter
 
 
-def make_local_exchange(call: Call, options: Options, communicator: Communicator) -> Exchange:
+def make_plain_exchange(call: Call, options: Options, communicator: Communicator) -> Exchange:
     """Returns the exchange of a call and of later calls with the same cache key."""
     is_traced = call.mode is Mode.COMPILED
     if is_traced:
@@ -35,7 +35,7 @@ def make_local_exchange(call: Call, options: Options, communicator: Communicator
     return Exchange(communicator, is_traced)
 
 
-make_exchange: Callable[[Call, Options, Communicator], Exchange] = make_local_exchange
+make_exchange: Callable[[Call, Options, Communicator], Exchange] = make_plain_exchange
 """Returns the exchange for several ranks. Set by ``_reliability``."""
 
 compute_special: Callable[[Call], Tensor | None] = lambda call: None  # noqa: E731
@@ -194,13 +194,13 @@ def _prepare(call: Call) -> Normalization | ByTorch:
         checked = checks_of(call) if mode is Mode.EAGER else _validate(call)
         # torch.compile in torch 2.12 cannot trace ``is`` between tuples.
         masking = masking_of(input, call.mask) if mode is Mode.COMPILED or call.mask is not NO_MASK else None
-        if checked.is_local:
+        if checked.single_rank:
             check_local_count(input)
     except (TypeError, ValueError, RuntimeError) as error:
         raise named(error, call.layer) from None
     if checked.exchange is None:
         return in_evaluation(call, checked.options, masking)
-    if checked.is_local and masking is None and suits_torch(call, checked.options):
+    if checked.single_rank and masking is None and suits_torch(call, checked.options):
         return ByTorch(checked.options, call.tracked_buffers)
     norm = Normalization(checked.options, checked.exchange, call.layer, masking)
     if mode is not Mode.TRANSFORMED:
@@ -287,6 +287,6 @@ def _validate(call: Call, key: tuple[Any, ...] | None = None) -> CallCache:
     if not has_data:
         return CallCache(None, options, Exchange(LOCAL))
     communicator = LOCAL if group is None else spec_of(group).communicator()
-    is_local = communicator.size == 1
-    make = make_local_exchange if is_local else make_exchange
-    return CallCache(key, options, make(call, options, communicator), is_local)
+    single_rank = communicator.size == 1
+    make = make_plain_exchange if single_rank else make_exchange
+    return CallCache(key, options, make(call, options, communicator), single_rank)

@@ -114,7 +114,7 @@ def check_tensors(tensors: Tensors, buffers: ops.Buffers, training: bool, layer:
     ):
         if tensor is None:
             continue
-        _check_is_local(name, tensor, input)
+        _check_is_plain(name, tensor, input)
         if not tensor.is_floating_point():
             raise TypeError(f"{name}: expected a floating point tensor, got {tensor.dtype}")
         if is_traced:
@@ -130,13 +130,13 @@ def check_tensors(tensors: Tensors, buffers: ops.Buffers, training: bool, layer:
     if running_mean is running_var is not None:
         raise ValueError("running_mean, running_var: expected two tensors, got the same one twice")
     if counter is not None:
-        _check_is_local("num_batches_tracked", counter, input)
+        _check_is_plain("num_batches_tracked", counter, input)
         if counter.dtype.is_complex or counter.dtype == torch.bool:
             raise TypeError(f"num_batches_tracked: expected an integer or float tensor, got {counter.dtype}")
         if not is_traced and counter.numel() != 1:
             raise RuntimeError(f"num_batches_tracked: expected one element, got {list(counter.size())}")
     if residual is not None:
-        _check_is_local("residual", residual, input)
+        _check_is_plain("residual", residual, input)
         check_is_dense("residual", residual)
         if residual.dtype != input.dtype:
             hint = "; pass a mask as mask=..." * (residual.dtype == torch.bool)
@@ -146,7 +146,7 @@ def check_tensors(tensors: Tensors, buffers: ops.Buffers, training: bool, layer:
             raise RuntimeError(f"residual: expected {list(input.size())}, the size of input, got {size}")
 
 
-def _check_is_local(name: str, tensor: Tensor, input: Tensor) -> None:
+def _check_is_plain(name: str, tensor: Tensor, input: Tensor) -> None:
     """Raises unless ``tensor`` is a plain tensor on the device of ``input``."""
     if type(tensor) not in (Tensor, nn.Parameter):
         check_is_tensor(name, tensor)

@@ -25,7 +25,7 @@ class CallCache(NamedTuple):
     options: Options
     exchange: Exchange | None
     """The exchange if the call uses batch statistics; None for running statistics."""
-    is_local: bool = False
+    single_rank: bool = False
     """True for batch statistics in a single-rank group."""
 
 

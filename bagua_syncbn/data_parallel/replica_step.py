@@ -42,7 +42,7 @@ class Replica:
             checked = checks_of(call)
         except (TypeError, ValueError, RuntimeError) as error:
             raise named(error, call.layer) from None
-        if not checked.is_local:
+        if not checked.single_rank:
             raise RuntimeError(
                 f"{self.layer}: replicas cannot synchronize over several ranks; use one device per rank, or "
                 "process_group=bagua_syncbn.communicators.LOCAL to synchronize the replicas of each process"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .._step.call import Call, Masking
 from .._step.checks import check_callable, check_flag, check_is_tensor
 from .._step.masks import fits, mask_size, masking_of
-from .._torch.autograd import has_transforms
+from .._torch.autograd import Mode, current_mode
 from ..conversion.models import attached
 from ..sync_batchnorm import SyncBatchNorm
 
@@ -32,10 +32,9 @@ class _ModelMask:
         return go(call if call.has_mask else call._replace(mask=self.masking))
 
     def masking(self, input: Tensor) -> Masking | None:
-        # Not cached for fake tensors, or under compilers, inference mode or transforms: later calls cannot use those
-        # tensors.
-        is_special = type(input) is not Tensor or torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
-        if is_special or self.mask.is_inference() or has_transforms():
+        # Not cached for fake tensors, or in other modes: later calls cannot use those tensors.
+        is_inference = self.mask.is_inference() or torch.is_inference_mode_enabled()
+        if is_inference or type(input) is not Tensor or current_mode() is not Mode.EAGER:
             return self._new_masking(input)
         key = input.shape, input.device, self.mask._version
         if key not in self.maskings:

@@ -41,8 +41,8 @@ def _unsynchronized(found: Comparison, actual: Step) -> Iterator[str]:
     for name, module in found.model.named_modules():
         path = f"buffer {name}." if name else "buffer "
         unlike = [buffer for buffer in module._buffers if path + buffer in differing]
-        is_local = isinstance(module, _BatchNorm) and not isinstance(module, (SyncBatchNorm, nn.SyncBatchNorm))
-        if unlike or (is_local and module.training):
+        is_unsynchronized = isinstance(module, _BatchNorm) and not isinstance(module, (SyncBatchNorm, nn.SyncBatchNorm))
+        if unlike or (is_unsynchronized and module.training):
             differ = f"; {', '.join(unlike)} differ between ranks after the step" if unlike else ""
             yield f"{name_of(module, name)} {_how_synchronized(module)}{differ}"
 

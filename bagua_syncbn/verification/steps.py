@@ -58,8 +58,8 @@ class Comparison:
         def run() -> Step:
             model = self._copied()
             for layer in list(model.modules()):
-                is_local = isinstance(layer, SyncBatchNorm) and layer.process_group is LOCAL
-                if isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)) and not is_local:
+                stays_in_process = isinstance(layer, SyncBatchNorm) and layer.process_group is LOCAL
+                if isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)) and not stays_in_process:
                     convert_sync_batchnorm(layer, communicator)
             with replaced_groups(communicator):
                 return _run(model, _in_float64(batch, self.batch), self.loss)

@@ -122,3 +122,12 @@ def test_a_fake_gpu_needs_no_gpu():
     with FakeTensorMode(), torch.device("cuda"), torch.no_grad():
         output = SyncBatchNorm2d(3)(torch.randn(2, 3, 4, 4))
     assert (output.shape, output.device.type) == ((2, 3, 4, 4), "cuda")
+
+
+def test_a_masked_layer_forgets_the_mask_of_a_fake_call():
+    layer, input = SyncBatchNorm2d(CHANNELS).double(), draw(2, CHANNELS, 4, 4)
+    with bagua_syncbn.masked(layer, input[:, :1] > 0):
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            layer(input)
+        output = layer(input)
+    torch.testing.assert_close(output, SyncBatchNorm2d(CHANNELS).double()(input, mask=input[:, :1] > 0))
