@@ -16,6 +16,9 @@ myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 exclude_patterns = ["_build"]
 
+copybutton_prompt_text = r">>> |\.\.\. "
+copybutton_prompt_is_regexp = True
+
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]

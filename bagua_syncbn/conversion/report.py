@@ -28,9 +28,11 @@ class Finding(NamedTuple):
     names: list[str]
     """All names that the module has in the model; ``[""]`` for the model itself."""
     module: nn.Module
+    """The module, before conversion."""
     action: Action
     """``"converted"`` (also if already synchronized), ``"skipped"``, or ``"refused"`` (conversion raises an error)."""
     reason: str
+    """Why, or the name of the new class."""
     target: type[SyncBatchNorm] | None = None
     """New class of a converted module."""
     error: Exception | None = None
