@@ -13,18 +13,11 @@ Support load_kernels(int32_t device) {
     if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, kernel);
   }
   cudaGetLastError();  // clears the error, so that torch does not also report it
-  switch (error) {
-    case cudaErrorInsufficientDriver:
-      return Support::kOldDriver;
-    case cudaErrorNoKernelImageForDevice:
-    case cudaErrorInvalidDeviceFunction:
-    case cudaErrorInvalidKernelImage:
-    case cudaErrorUnsupportedPtxVersion:
-    case cudaErrorJitCompilerNotFound:
-      return Support::kNoImage;
-    default:
-      return Support::kRuns;  // the op reports any other error
-  }
+  if (error == cudaErrorInsufficientDriver) return Support::kOldDriver;
+  const auto no_image = {cudaErrorNoKernelImageForDevice, cudaErrorInvalidDeviceFunction, cudaErrorInvalidKernelImage,
+                         cudaErrorUnsupportedPtxVersion, cudaErrorJitCompilerNotFound};
+  const bool is_known = std::find(no_image.begin(), no_image.end(), error) != no_image.end();
+  return is_known ? Support::kNoImage : Support::kRuns;  // the op reports any other error
 }
 
 void set_device(int32_t device) {

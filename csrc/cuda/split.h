@@ -72,17 +72,16 @@ struct Sharing {
   int64_t step;    // to the next slot or row of a thread
   bool in_turns;
 
-  Sharing(int64_t count, int64_t parts, int64_t threads, bool in_turns)
-      : count(count),
-        length(in_turns ? threads : count / parts),
-        longer(in_turns ? 0 : count % parts),
-        step(in_turns ? parts * threads : threads),
-        in_turns(in_turns) {}
   BAGUA_SYNCBN_HOST_DEVICE int64_t begin_of(int64_t part) const {
     return part * length + (part < longer ? part : longer);
   }
   BAGUA_SYNCBN_HOST_DEVICE int64_t end_of(int64_t part) const { return in_turns ? count : begin_of(part + 1); }
 };
+
+inline Sharing share(int64_t count, int64_t parts, int64_t threads, bool in_turns) {
+  if (in_turns) return {count, threads, 0, parts * threads, true};
+  return {count, count / parts, count % parts, threads, false};
+}
 
 // Blocks of a grid, or threads of a block. Blocks run roughly in the order of x, then y, which is memory order.
 struct Extent {
@@ -97,13 +96,12 @@ struct Planar {
   int64_t slots;    // per row
   int64_t parts;    // per channel
   int64_t threads;  // per block
-  Sharing sharing{1, 1, 1, false};
+  Sharing sharing{};
   uint32_t inverse = 0;           // 2^32 / slots, to divide by
   int slots_on = 0, rows_on = 0;  // to the next slot of a thread
   int64_t values_on = 0;          // rows_on in values
   int64_t row_step = 0;           // values to the next row of a channel
-  int misaligned = 0;             // values from an aligned address to the start of the tensor
-  bool cut_before = false;        // whether the first slot starts before the tensor
+  int misaligned = 0;             // values from an aligned address, where the first slot starts, to the tensor
   bool cut_after = false;         // whether the last slot ends after the tensor
 
   Extent grid() const { return {channels, parts}; }
@@ -117,7 +115,7 @@ struct Interleaved {
   int64_t parts;    // per tile
   int64_t columns;  // threads along a row
   int64_t rows;     // threads across rows
-  Sharing sharing{1, 1, 1, false};
+  Sharing sharing{};
   int64_t step = 0;  // values to the next slot of a thread
 
   Extent grid() const { return {tiles, parts}; }
@@ -155,14 +153,13 @@ inline Planar split_planar(const Geometry& g, int64_t width, int misaligned, boo
   // Uses small blocks if they fill the card, so that each thread has enough work.
   const int64_t slots_of_thread = plan.parts * g.channels >= kFewBlocks ? kBatch : kBatch / 2;
   plan.threads = power_of_two(ceil_div(ceil_div(all, plan.parts), slots_of_thread), kWarp, kThreads);
-  plan.sharing = {all, plan.parts, plan.threads, reduces};
+  plan.sharing = share(all, plan.parts, plan.threads, reduces);
   plan.inverse = static_cast<uint32_t>(UINT32_MAX / slots);
   plan.slots_on = static_cast<int>(plan.sharing.step % slots);
   plan.rows_on = static_cast<int>(plan.sharing.step / slots);
   plan.row_step = g.channels * g.inner;
   plan.values_on = plan.rows_on * plan.row_step;
   plan.misaligned = misaligned;
-  plan.cut_before = misaligned != 0;
   plan.cut_after = (misaligned + g.batch * g.channels * g.inner) % width != 0;
   return plan;
 }
@@ -178,7 +175,7 @@ inline Interleaved split_interleaved(const Geometry& g, int64_t width, bool redu
   plan.parts = parts_of(plan.tiles, height / plan.rows, width, reduces);
   if (reduces) plan.parts = std::max<int64_t>(1, std::min(plan.parts, kReduceRowBlocks / plan.tiles));
   expect(ceil_div(height, plan.parts) < kMost, "more than 2^30 rows in a part of a channel");
-  plan.sharing = {height, plan.parts, plan.rows, reduces && height < kMost};
+  plan.sharing = share(height, plan.parts, plan.rows, reduces && height < kMost);
   plan.step = plan.sharing.step * plan.channels;
   return plan;
 }

@@ -12,12 +12,10 @@ __device__ __forceinline__ int thread_index() {
 
 // Index of this block in memory order. `reversed` counts from the end of the tensor, which the previous pass left in
 // the cache.
-struct Place {
-  unsigned x, y;
-
-  __device__ __forceinline__ explicit Place(bool reversed)
-      : x(reversed ? gridDim.x - 1 - blockIdx.x : blockIdx.x), y(reversed ? gridDim.y - 1 - blockIdx.y : blockIdx.y) {}
-};
+__device__ __forceinline__ uint2 place_of(bool reversed) {
+  if (!reversed) return {blockIdx.x, blockIdx.y};
+  return {gridDim.x - 1 - blockIdx.x, gridDim.y - 1 - blockIdx.y};
+}
 
 // Planar: block (channel, part). Threads take the slots of the channel in turn, sample by sample.
 template <int W>
@@ -28,12 +26,12 @@ class PlanarWalk {
   int64_t channel, part;
 
   __device__ PlanarWalk(const Planar& plan, bool reversed) : plan_(plan) {
-    const Place place(reversed);
+    const uint2 place = place_of(reversed);
     channel = place.x;
     part = place.y;
     const auto begin = static_cast<unsigned>(plan.sharing.begin_of(part));
     const auto end = static_cast<unsigned>(plan.sharing.end_of(part));
-    whole_ = !(plan.cut_before && place.x + place.y == 0) &&
+    whole_ = !(plan.misaligned != 0 && place.x + place.y == 0) &&
              !(plan.cut_after && place.x == gridDim.x - 1 && end == plan.sharing.count);
     const unsigned first = begin + threadIdx.x;
     left_ = static_cast<int>(end - first);
@@ -91,7 +89,7 @@ class InterleavedWalk {
   int64_t channel, part;  // `channel`: the first channel of the thread
 
   __device__ InterleavedWalk(const Interleaved& plan, bool reversed) : plan_(plan) {
-    const Place place(reversed);
+    const uint2 place = place_of(reversed);
     part = place.y;
     tile_ = place.x * plan.columns * W;
     channel = tile_ + threadIdx.x * W;
