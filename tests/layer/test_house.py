@@ -2,8 +2,6 @@
 
 import ast
 import re
-import subprocess
-import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -12,6 +10,7 @@ from torch import nn
 
 import bagua_syncbn
 from tests.helpers.steps import draw, step
+from tests.helpers.workers import run_fresh
 
 PACKAGE = Path(bagua_syncbn.__file__).parent
 # Extras: folders that attach to the core from outside. Training over two ranks needs torch's engine in communicators.
@@ -69,9 +68,9 @@ def test_folders_depend_in_one_direction_and_a_converted_layer_needs_no_extra(tm
     for name in EXTRAS:
         path = PACKAGE.joinpath(*name.split("."))
         assert path.is_dir() or path.with_suffix(".py").exists()
-    command = [sys.executable, "-c", ALONE, str(PACKAGE), str(tmp_path / "store"), *EXTRAS]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    found = dict(map(ast.literal_eval, printed))
+    done = run_fresh(ALONE, str(PACKAGE), str(tmp_path / "store"), *EXTRAS)
+    assert done.returncode == 0, done.stderr
+    found = dict(map(ast.literal_eval, done.stdout.splitlines()))
     assert found.keys() == {*ROOMS, 0, 1}
     for room, others in ROOMS.items():
         assert not others & {*found[room]}

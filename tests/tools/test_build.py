@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -30,11 +29,16 @@ def checkout(tmp_path):
 
 
 # setuptools and sysconfig must see the real platform before it changes. sys.modules["torch"] = None hides torch, as pip
-# does.
+# does. The new process has imported torch; without its module, setup.py finds the torch of PYTHONPATH.
 SETUP = """
-import runpy, setuptools, sys, sysconfig
+import json, os, runpy, setuptools, sys, sysconfig
 sysconfig.get_config_vars()
-_, sys.platform, sys.executable, isolated, *sys.argv = sys.argv
+_, folder, environment, sys.platform, sys.executable, isolated, *sys.argv = sys.argv
+os.chdir(folder)
+os.environ.clear()
+os.environ.update(json.loads(environment))
+sys.path[:0] = os.environ.get("PYTHONPATH", "").split()
+torch = sys.modules.pop("torch")
 if isolated:
     sys.modules["torch"] = None
 runpy.run_path("setup.py")
@@ -51,13 +55,8 @@ ENVIRONMENT = {
 
 def decide(checkout, platform=sys.platform, python=sys.executable, isolated="", also=(), **environment):
     """Runs setup.py without compiling, then the commands ``also``. Returns exit status, output and build_info.json."""
-    result = subprocess.run(
-        [sys.executable, "-c", SETUP, platform, python, isolated, "setup.py", "build_py", "--build-lib", "lib", *also],
-        cwd=checkout,
-        env=ENVIRONMENT | environment,
-        capture_output=True,
-        text=True,
-    )
+    given = platform, python, isolated, "setup.py", "build_py", "--build-lib", "lib", *also
+    result = run_fresh(SETUP, str(checkout), json.dumps(ENVIRONMENT | environment), *given)
     recorded = checkout / "lib" / "bagua_syncbn" / "build_info.json"
     return (
         result.returncode,
@@ -208,8 +207,10 @@ def commands_of(checkout, **environment):
     write_tool(checkout / "c++", f'echo "$@" >>{log}; echo a compiler')
     nvcc = Path(environment["CUDA_HOME"], "bin", "nvcc")
     nvcc.write_text(nvcc.read_text().replace("|| echo", f'|| echo "$@" >>{log}; echo'))
-    command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", "lib", "--build-temp", "temp"]
-    subprocess.run(command, cwd=checkout, env=ENVIRONMENT | environment | {"CXX": f"{checkout}/c++"}, check=True)
+    status, output, _ = decide(
+        checkout, also=["build_ext", "--build-temp", "temp"], CXX=f"{checkout}/c++", **environment
+    )
+    assert status == 0, output
     return [line for line in log.read_text().splitlines() if not line.startswith("--")]
 
 
@@ -260,6 +261,17 @@ def test_an_import_without_kernels_warns_with_a_remedy(tmp_path, recwarn, reason
     assert not warning or re.search(warning, messages[0])
 
 
+# The new process has imported the tests of this checkout.
+COLLECT = """
+import os, pytest, sys
+os.chdir(sys.argv[1])
+sys.path.insert(0, sys.argv[1])
+for name in [name for name in sys.modules if name.startswith("tests")]:
+    del sys.modules[name]
+sys.exit(pytest.main(["--collect-only", "-qq", "tests/layer/test_house.py"]))
+"""
+
+
 @pytest.mark.parametrize(("kernels", "code", "printed"), [
     ("native", 4, "ERROR: bagua_syncbn in .* has no native kernels; run `make test`"),
     ("reference", 0, "tests/layer/test_house.py: [1-9]"),
@@ -268,9 +280,7 @@ def test_tests_without_kernels_run_only_on_request(tmp_path, kernels, code, prin
     for name in ("tests", "benchmarks", "bagua_syncbn"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so", "build_info.json"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "tests/layer/test_house.py"]
-    environment = os.environ | {"BAGUA_SYNCBN_KERNELS": kernels}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = run_fresh(COLLECT, str(tmp_path), BAGUA_SYNCBN_KERNELS=kernels)
     assert done.returncode == code, done.stdout
     assert re.search(printed, done.stdout + done.stderr)
 
