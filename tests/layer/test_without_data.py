@@ -9,13 +9,14 @@ from torch.utils.checkpoint import checkpoint
 
 import bagua_syncbn
 from bagua_syncbn import SyncBatchNorm2d, convert_sync_batchnorm
+from tests.faults.programs import own_group
 from tests.helpers.steps import check_ranks, draw
 
 CHANNELS = 3
 
 
 def on_meta(model, call):
-    meta = convert_sync_batchnorm(plain_model()).to("meta")
+    meta = convert_sync_batchnorm(plain_model(), model[0].process_group).to("meta")
     return call(meta, torch.empty(2, CHANNELS, 4, 4, device="meta", dtype=torch.float64, requires_grad=True))
 
 
@@ -68,7 +69,7 @@ def single_value_per_channel(model, input):
 
 
 def mean_loss(model, input):
-    bagua_syncbn.mean_over_ranks(input.detach().flatten())
+    bagua_syncbn.mean_over_ranks(input.detach().flatten(), process_group=model[0].process_group)
     return model(input)
 
 
@@ -86,9 +87,9 @@ def wrong_size(model, input):
 CALLS = [backward, second_order, recomputed, accumulated, single_value_per_channel, mean_loss, merged, wrong_size]
 
 
-def run_on_one_rank(without_data, call, first):
+def run_on_one_rank(without_data, call, process_group, first):
     torch.manual_seed(0)
-    model, plain = convert_sync_batchnorm(plain_model()), plain_model()
+    model, plain = convert_sync_batchnorm(plain_model(), process_group), plain_model()
     steps = [(draw(5, CHANNELS, 4, 4, seed=seed), draw(5, CHANNELS, 4, 4, seed=seed + 9)) for seed in range(3)]
     for input, grad_output in steps[: 0 if first else 2]:
         check_ranks(model, plain, input, grad_output, (2, 3))
@@ -101,13 +102,13 @@ def run_on_one_rank(without_data, call, first):
         check_ranks(model, plain, input, grad_output, (2, 3))
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["before the first step", "between steps"])
+@pytest.mark.ranks(2, timeout=60)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("without_data", WITHOUT_DATA)
-def test_a_call_without_data_on_one_rank_sends_nothing_and_is_not_counted(pool, without_data, call, first):
-    pool.forget_job()
-    pool.run(run_on_one_rank, 2, without_data, call, first, timeout=60)
-    pool.forget_job()
+def test_a_call_without_data_on_one_rank_sends_nothing_and_is_not_counted(without_data, call):
+    for first in (True, False):  # before the first step, and between steps
+        with own_group() as communicator:
+            run_on_one_rank(without_data, call, communicator, first)
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
