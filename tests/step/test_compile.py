@@ -54,16 +54,12 @@ CHECKPOINTED = {"checkpointed": Checkpointed, "selectively checkpointed": Select
 
 
 def make_model(kind="plain"):
+    """Returns a block between two convolutions; one block, because compilation takes seconds."""
     torch.manual_seed(0)
     fused = partial(SyncBatchNorm2d, activation="silu", eps=0.5, eps_mode="clamp")
-    norm = {"own forward": OwnForward, "fused": fused}.get(kind, nn.BatchNorm2d)
-    blocks = [
-        nn.Sequential(nn.Conv2d(2, 4, 3), norm(4), nn.Sigmoid()),
-        nn.Sequential(nn.Conv2d(4, 3, 3), nn.BatchNorm2d(3, momentum=None)),
-    ]
-    if kind in CHECKPOINTED:
-        blocks = [CHECKPOINTED[kind](*block) for block in blocks]
-    return convert_sync_batchnorm(nn.Sequential(*blocks))
+    norm = {"own forward": OwnForward, "fused": fused}.get(kind, partial(nn.BatchNorm2d, momentum=None))
+    block = CHECKPOINTED.get(kind, nn.Sequential)(nn.Conv2d(2, 4, 3), norm(4), nn.Sigmoid())
+    return convert_sync_batchnorm(nn.Sequential(block, nn.Conv2d(4, 3, 3)))
 
 
 def draw(batch, seed):
@@ -90,7 +86,7 @@ def compare(backend, *, kind="plain", wrap=None, wrap_first=False, autocast=Fals
         torch.testing.assert_close(*results, **tolerance)
         assert results[0][0].stride() == results[1][0].stride()
     graphs = counters["stats"]["unique_graphs"]
-    if backend != "inductor":
+    if kind != "plain" and backend != "inductor":
         torch.testing.assert_close(compiled.eval()(input), eager.eval()(input), **tolerance)
     return graphs
 
@@ -99,20 +95,22 @@ def test_changing_batch_sizes_compile_at_most_twice(pool):
     assert pool.run(partial(compare, "aot_eager", batches=(20, 21, 29)), 2) == [2, 2]
 
 
+SCALAR = {"cpp.simdlen": 1}  # detecting vector instructions takes long
+
+
 def codes_of_inductor():
-    # Cache keys do not contain the tags of ops. Detecting vector instructions takes long.
-    settings = {"fx_graph_cache": False, "cpp.simdlen": 1}
+    # Cache keys do not contain the tags of ops.
+    settings = SCALAR | {"fx_graph_cache": False}
     with torch._inductor.config.patch(settings), torch._functorch.config.patch(enable_autograd_cache=False):
         _, codes = run_and_get_code(partial(compare, "inductor", kind="fused"))
     return codes
 
 
 def test_inductor_equals_eager(pool):
-    """Statistics read the convolutions' channels_last output (chosen by inductor) rather than a planar copy."""
+    """Statistics read the convolution's channels_last output (chosen by inductor) rather than a planar copy."""
     for forward, *_ in pool.run(codes_of_inductor, 2, timeout=300):
-        written = re.findall(r"(\w+) = extern_kernels\.convolution", forward)
-        assert len(written) == 2
-        assert re.findall(r"batch_norm_stats\.default\((\w+),", forward) == written
+        first, _ = re.findall(r"(\w+) = extern_kernels\.convolution", forward)
+        assert re.findall(r"batch_norm_stats\.default\((\w+),", forward) == [first]
 
 
 class ReadsBuffers(nn.Module):
@@ -133,7 +131,7 @@ class ReadsBuffers(nn.Module):
 @pytest.mark.ranks(2)
 def test_compiled_code_reads_buffers_before_and_after_their_update(options):
     eager = ReadsBuffers(**options)
-    compiled = torch.compile(copy.deepcopy(eager), backend="inductor", fullgraph=True)
+    compiled = torch.compile(copy.deepcopy(eager), backend="inductor", fullgraph=True, options=SCALAR)
     for number in range(3):
         input = draw(5, number)[0].to(eager.bn.weight.dtype)
         torch.testing.assert_close(compiled(input), eager(input), rtol=1e-5, atol=1e-5)
@@ -233,10 +231,10 @@ def graphs_of(kind):
 def test_collectives_and_sums_are_in_the_graph(pool, kind):
     """Elementwise ops are decomposed, so that the compiler can fuse them. A saved message is not recomputed."""
     for forward, backward in pool.run(graphs_of, 2, kind):
-        assert forward[MESSAGE_IN_GRAPH] == backward[MESSAGE_IN_GRAPH] == 2
-        assert forward["batch_norm_stats"] <= 2
-        assert forward["batch_norm_gather_stats"] <= 4  # a merge in the graph, and a merge that updates the buffers
-        assert backward["batch_norm_backward_reduce"] <= 2
+        assert forward[MESSAGE_IN_GRAPH] == backward[MESSAGE_IN_GRAPH] == 1
+        assert forward["batch_norm_stats"] <= 1
+        assert forward["batch_norm_gather_stats"] <= 2  # a merge in the graph, and a merge that updates the buffers
+        assert backward["batch_norm_backward_reduce"] <= 1
         assert not {"batch_norm_elemt", "batch_norm_backward_elemt"} & {*forward, *backward}
 
 
