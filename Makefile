@@ -31,8 +31,10 @@ demo: $(VENV)/installed-demo ## train on real data: one process, four synchroniz
 
 # Three tests at a time, because tests with ranks often wait. Idle OpenMP threads must not spin.
 TEST_JOBS ?= 3
+# `make test MARKS='not gpu and not slow'` also runs rows that repeat a promise with other values.
+MARKS ?= not gpu and not slow and not all_rows
 test: $(VENV)/installed-test ## tests without a GPU; ARGS='-k masks' selects tests
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal -m 'not gpu and not slow' $(ARGS)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal -m '$(MARKS)' $(ARGS)
 
 # Many ranks, drawn cases, the real launcher, machine code for all cards, tensors of 2^31 values and tens of gigabytes.
 test-slow: $(VENV)/installed-test ## tests that take minutes or much memory
