@@ -14,7 +14,8 @@ from torch import nn
 from torch.profiler import profile
 
 from bagua_syncbn import SyncBatchNorm, SyncBatchNorm1d, convert_sync_batchnorm, with_bagua
-from bagua_syncbn.communicators import LOCAL, Communicator, RankGroup, bagua
+from bagua_syncbn.bagua import engine
+from bagua_syncbn.communicators import LOCAL, Communicator, RankGroup
 from tests.bagua_job.native import HostCommunicator, Watch, current_stream, log
 from tests.helpers.own_groups import check_refused, communicator_of, forget_groups, mean_over
 
@@ -36,7 +37,7 @@ NARROW = [-(2**31), 1, 0x7F800000, 0x7FC00123, 2**24 + 1, 7]
 @pytest.mark.ranks(3)
 def test_messages_keep_every_bit():
     communicator, rank = communicator_of(), dist.get_rank()
-    assert isinstance(communicator, bagua.BaguaCommunicator)
+    assert isinstance(communicator, engine.BaguaCommunicator)
     assert isinstance(communicator, Communicator)
     assert (communicator.size, communicator.rank) == (3, rank)
     log.clear()
@@ -148,7 +149,7 @@ def test_only_members_use_a_group():
 @pytest.mark.ranks(2)
 def test_a_tensor_on_another_device_raises():
     layer = SyncBatchNorm(2, process_group=2)
-    on_cuda = patch.object(bagua, "_device", lambda: torch.device("cuda", 0))
+    on_cuda = patch.object(engine, "_device", lambda: torch.device("cuda", 0))
     forget_groups()
     with on_cuda, pytest.raises(RuntimeError, match="input: expected a tensor on cuda:0, this rank's device, got cpu"):
         layer(torch.randn(4, 2))
@@ -166,7 +167,7 @@ def test_a_bagua_group_without_a_job_raises():
     with pytest.raises(RuntimeError, match=message):
         with_bagua(nn.Sequential(layer), [], process_group=group)
     assert communicator_of() is LOCAL
-    assert bagua.installed_version()
+    assert engine.installed_version()
 
 
 @pytest.mark.ranks(2)

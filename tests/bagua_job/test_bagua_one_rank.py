@@ -6,7 +6,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import bagua_syncbn
-from bagua_syncbn.communicators import bagua
+from bagua_syncbn.bagua import engine
 from tests.bagua_job.native import start_autotune_thread
 from tests.bagua_job.test_bagua_wrapper import ALGORITHMS, make_algorithm, make_model, make_optimizer
 from tests.helpers.workers import WorkerPool
@@ -33,7 +33,7 @@ class Forced:
     size, rank = 2, 0
 
     def __init__(self):
-        self.one = bagua.make_communicator((0,))
+        self.one = engine.make_communicator((0,))
 
     def all_gather(self, packed):
         return self.one.all_gather(packed).repeat(2, 1)
