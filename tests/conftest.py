@@ -16,7 +16,7 @@ from tests.helpers.workers import WorkerPool, forget_compilations
 
 # Failed assertions in helpers show values, as in test files.
 pytest.register_assert_rewrite(
-    *(f"tests.helpers.{name}" for name in ("cases", "comparison", "observed", "replicated", "steps", "training"))
+    *(f"tests.helpers.{name}" for name in ("cases", "comparison", "observed", "replicated", "steps"))
 )
 
 # TF32 errors in cuBLAS and cuDNN are 100 times the tolerances. Ranks inherit the variable.

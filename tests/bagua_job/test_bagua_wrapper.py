@@ -15,7 +15,7 @@ from torch import nn
 import bagua_syncbn
 from bagua_syncbn._groups import spec_of
 from tests.bagua_job.native import log
-from tests.helpers import training
+from tests.helpers import steps
 from tests.helpers.own_groups import communicator_of
 
 ALGORITHMS = ["gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "qadam", "async"]
@@ -25,7 +25,7 @@ SPLITS = (3, 5)
 
 def make_model(seed=0):
     """Returns a float32 model, because Bagua does not support float64, with different buffers for each seed."""
-    model = training.make_model(seed).float()
+    model = steps.make_model(seed).float()
     model[1].running_mean += seed
     return model
 
@@ -33,7 +33,7 @@ def make_model(seed=0):
 def make_optimizer(model, algorithm="gradient_allreduce"):
     if algorithm == "qadam":
         return QAdamOptimizer(model.parameters(), lr=0.01, warmup_steps=2)
-    return training.make_optimizer(model)
+    return steps.make_optimizer(model)
 
 
 def make_algorithm(name, optimizer):
@@ -52,7 +52,7 @@ def train(algorithm, own_method):
         given = algorithm if algorithm in EXACT else make_algorithm(algorithm, optimizer)
         wrapped = bagua_syncbn.with_bagua(model, [optimizer], given)
     assert wrapped is model
-    state = training.train(model, optimizer, SPLITS, dist.get_rank())
+    state = steps.train(model, optimizer, SPLITS, dist.get_rank())
     if algorithm == "async":
         time.sleep(0.05)  # time for averaging in the background
         model.bagua_algorithm.abort(model)
@@ -64,9 +64,9 @@ def train(algorithm, own_method):
 @pytest.mark.parametrize("algorithm", [*EXACT, "qadam", "async"])
 def test_algorithms_train_synchronized_layers(pool, algorithm, own_method):
     states = pool.run(train, 2, algorithm, own_method)
-    assert states[0]["1.num_batches_tracked"] == training.STEPS
+    assert states[0]["1.num_batches_tracked"] == steps.STEPS
     if algorithm in EXACT:
-        training.check(states, SPLITS, tolerance=1e-4)
+        steps.check_training(states, SPLITS, tolerance=1e-4)
     if algorithm != "async":
         assert torch.equal(states[0]["1.running_mean"], states[1]["1.running_mean"])
 

@@ -24,7 +24,7 @@ from tests.helpers.cases import Case, compare, run_rank
 from tests.helpers.observed import GATHER, collectives
 from tests.helpers.one_rank import Twin
 from tests.helpers.own_groups import check_refused, communicator_of, forget_groups, mean_over
-from tests.helpers.training import through_file
+from tests.helpers.steps import through_file
 from tests.helpers.workers import join_job
 
 # Groups by description

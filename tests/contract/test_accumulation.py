@@ -52,7 +52,7 @@ def draw(split, seed=0):
     return batch.split(split), batch
 
 
-def train(model, batches):
+def train_batches(model, batches):
     outputs = []
     for batch in batches:
         outputs.append(model(batch))
@@ -85,12 +85,12 @@ def test_uneven_and_empty_micro_batches_update_buffers_once_without_more_message
         before = copy.deepcopy(model.state_dict())
         model.zero_grad()
         with collectives() as counted, accumulate_statistics(model):
-            accumulated.append((batches, *train(model, batches)))
+            accumulated.append((batches, *train_batches(model, batches)))
             steps.assert_same_bits(model.state_dict(), before)
     for batches, *results in accumulated:
         plain.zero_grad()
         with collectives() as expected:
-            steps.assert_same_bits(tuple(results), train(plain, batches))
+            steps.assert_same_bits(tuple(results), train_batches(plain, batches))
     assert counted == expected
     check_buffers(model.module, alone, everything)
 
@@ -129,7 +129,7 @@ def test_replicas_and_lazy_layers_accumulate(is_lazy):
     for number in range(2):
         batches, batch = draw((3, 5), number)
         with accumulate_statistics(model):
-            train(model, [own.float() for own in batches])
+            train_batches(model, [own.float() for own in batches])
         whole(batch.float())
     first, second = (layer for layer in model.modules() if isinstance(layer, SyncBatchNorm))
     torch.testing.assert_close(first.state_dict(), whole.state_dict())
@@ -144,7 +144,7 @@ def test_any_number_of_micro_batches_compiles_once():
     for number in range(3):
         batches, _ = draw((4,) * (number + 1), number)
         with accumulate_statistics(model), accumulate_statistics(eager):
-            torch.testing.assert_close(train(compiled, batches), train(eager, batches))
+            torch.testing.assert_close(train_batches(compiled, batches), train_batches(eager, batches))
     torch.testing.assert_close(model.state_dict(), eager.state_dict())
     assert counters["stats"]["unique_graphs"] == 1
 

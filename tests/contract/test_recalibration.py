@@ -54,7 +54,7 @@ def expected_statistics(model, batches):
     return {name: (v.mean(1), v.var(1)) for name, v in values.items()}
 
 
-def check(model, expected):
+def check_statistics(model, expected):
     for name, (mean, var) in expected.items():
         layer = model.get_submodule(name)
         torch.testing.assert_close((layer.running_mean, layer.running_var), (mean, var), rtol=1e-9, atol=1e-9)
@@ -78,7 +78,7 @@ def test_ranks_equal_one_process_over_all_batches(spread, kind):
         model.own.running_var.fill_(torch.inf)
     recalibrate_statistics(wrapped, iter(batches[begin : begin + len(spread[dist.get_rank()])]))
     assert getattr(wrapped, "broadcast_buffers", True)
-    check(model, expected_statistics(plain, [batch for batch in batches if len(batch)]))
+    check_statistics(model, expected_statistics(plain, [batch for batch in batches if len(batch)]))
     every = [None] * len(spread)
     dist.all_gather_object(every, model.state_dict())
     for other in every:

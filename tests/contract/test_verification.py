@@ -115,7 +115,7 @@ def changed_by_rank(change):
     return module
 
 
-class Case(NamedTuple):
+class Example(NamedTuple):
     make: Any
     samples: tuple[int, ...] = (4, 4)
     loss: Any = cross_entropy
@@ -123,29 +123,29 @@ class Case(NamedTuple):
 
 
 LOSS_IS = "statistics match, gradients do not: the loss is a"
-CASES = {
-    "one rank": Case(model, (4,)),
-    "DistributedDataParallel": Case(ddp),
-    "one of four batches is empty": Case(model, (2, 0, 3, 1), global_cross_entropy),
-    "frozen statistics": Case(lambda: freeze_statistics(model(nn.BatchNorm1d(8)))),
-    "fused activations and recomputed outputs": Case(lambda: recompute_outputs(fuse_activations(model()))),
-    "dict output": Case(
+EXAMPLES = {
+    "one rank": Example(model, (4,)),
+    "DistributedDataParallel": Example(ddp),
+    "one of four batches is empty": Example(model, (2, 0, 3, 1), global_cross_entropy),
+    "frozen statistics": Example(lambda: freeze_statistics(model(nn.BatchNorm1d(8)))),
+    "fused activations and recomputed outputs": Example(lambda: recompute_outputs(fuse_activations(model()))),
+    "dict output": Example(
         lambda: DictOutput(*model()), loss=lambda model, batch: model(batch["x"])["scores"].square().mean()
     ),
-    "sync_batch_norm": Case(lambda: Elastic(sync_batch_norm), (1, 0, 3, 2), global_cross_entropy),
-    "a single value on a rank, no running statistics": Case(
+    "sync_batch_norm": Example(lambda: Elastic(sync_batch_norm), (1, 0, 3, 2), global_cross_entropy),
+    "a single value on a rank, no running statistics": Example(
         lambda: convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(6, track_running_stats=False))),
         (1, 3),
         lambda *given: mean_over_ranks(cross_entropy(*given, "none")),
     ),
-    "sparse gradients": Case(
+    "sparse gradients": Example(
         lambda: convert_sync_batchnorm(nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.BatchNorm1d(3))),
         loss=lambda model, batch: model(batch["y"][0]).sin().mean(),
     ),
-    "bfloat16": Case(lambda: model().bfloat16()),
-    "mean_over_ranks": Case(ddp, (2, 0, 5), lambda *given: mean_over_ranks(cross_entropy(*given, "none"))),
-    "mean_over_ranks of boxes": Case(model, (2, 5), lambda *given: box_loss(*given, mean_over_ranks)),
-    "no converted layer": Case(
+    "bfloat16": Example(lambda: model().bfloat16()),
+    "mean_over_ranks": Example(ddp, (2, 0, 5), lambda *given: mean_over_ranks(cross_entropy(*given, "none"))),
+    "mean_over_ranks of boxes": Example(model, (2, 5), lambda *given: box_loss(*given, mean_over_ranks)),
+    "no converted layer": Example(
         plain,
         lines=(
             "output differs",
@@ -153,41 +153,41 @@ CASES = {
             "BatchNorm1d '4' is not converted; running_mean, running_var differ between ranks after the step",
         ),
     ),
-    "no converted layer, no buffers": Case(
+    "no converted layer, no buffers": Example(
         lambda: nn.Sequential(nn.BatchNorm1d(6, track_running_stats=False)),
         lines=("output differs", "BatchNorm1d '0' is not converted"),
     ),
-    "the model is an unconverted layer": Case(
+    "the model is an unconverted layer": Example(
         lambda: nn.BatchNorm1d(6),
         lines=(
             "output differs",
             "BatchNorm1d is not converted; running_mean, running_var differ between ranks after the step",
         ),
     ),
-    "layers synchronize with fewer ranks": Case(
+    "layers synchronize with fewer ranks": Example(
         lambda: model(process_group=2), (3,) * 4, lines=("output", "process_group=2", "process_group=2")
     ),
-    "batch sizes differ": Case(
+    "batch sizes differ": Example(
         ddp, (2, 5), lines=("loss differs by", f"{LOSS_IS} mean over different numbers of samples (2, 5); use mean")
     ),
-    "an empty batch": Case(ddp, (2, 0), lines=("loss differs by up to nan", f"{LOSS_IS} mean over different")),
-    "sum over samples": Case(
+    "an empty batch": Example(ddp, (2, 0), lines=("loss differs by up to nan", f"{LOSS_IS} mean over different")),
+    "sum over samples": Example(
         ddp, (2, 5), lambda *given: cross_entropy(*given, "sum"), ("loss differs by", f"{LOSS_IS} sum over samples")
     ),
-    "mean over boxes": Case(
+    "mean over boxes": Example(
         ddp, (2, 5), box_loss, ("loss differs by", "outputs are equal, so statistics match, but the loss")
     ),
-    "the middle rank agrees": Case(
+    "the middle rank agrees": Example(
         model,
         (4, 4, 4),
         lambda *given: cross_entropy(*given) + dist.get_rank(),
         ("loss differs by", "outputs are equal, so statistics match, but the loss"),
     ),
-    "random functions": Case(
+    "random functions": Example(
         lambda: convert_sync_batchnorm(Noisy(*plain())), lines=("output differs", "the step is random (e.g. dropout)")
     ),
-    "a module mixes samples": Case(lambda: model(Centered()), lines=("output differs", "no cause was found")),
-    "a layer used outside its forward": Case(
+    "a module mixes samples": Example(lambda: model(Centered()), lines=("output differs", "no cause was found")),
+    "a layer used outside its forward": Example(
         lambda: Elastic(F.batch_norm),
         lines=(
             "output differs",
@@ -196,7 +196,7 @@ CASES = {
             "running_var differ between ranks after the step",
         ),
     ),
-    "hand-written batch normalization": Case(
+    "hand-written batch normalization": Example(
         lambda: model(HandWritten()),
         lines=(
             "output differs",
@@ -204,7 +204,7 @@ CASES = {
             "stored_mean differ between ranks after the step",
         ),
     ),
-    "only a buffer differs": Case(
+    "only a buffer differs": Example(
         lambda: model(Averaging()),
         lines=(
             "buffer 3.stored_mean differs by",
@@ -212,14 +212,14 @@ CASES = {
             "stored_mean differ between ranks after the step",
         ),
     ),
-    "different buffers": Case(
+    "different buffers": Example(
         lambda: changed_by_rank(lambda layer, rank: layer.running_var.add_(rank)), lines=("4.running_var differs",)
     ),
-    "evaluation mode on one rank": Case(
+    "evaluation mode on one rank": Example(
         lambda: changed_by_rank(lambda layer, rank: layer.train(rank == 0)),
         lines=("mode of module '4' differs between ranks",),
     ),
-    "more layers on one rank": Case(
+    "more layers on one rank": Example(
         lambda: model(*[nn.Identity(), nn.Linear(8, 8)][: 1 + dist.get_rank()]),
         lines=("4.weight differs between ranks before", "so do 4.bias, 5.weight, "),
     ),
@@ -237,7 +237,7 @@ def state_of(module):
 
 
 def run(name):
-    case = CASES[name]
+    case = EXAMPLES[name]
     module = case.make()
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -252,9 +252,9 @@ def run(name):
     return bool(verdict), str(verdict).split("\n")[: -1 if needs_wrapper else None]
 
 
-@pytest.mark.parametrize("name", sorted(CASES, key=lambda name: len(CASES[name].samples)))  # starts few jobs
+@pytest.mark.parametrize("name", sorted(EXAMPLES, key=lambda name: len(EXAMPLES[name].samples)))  # starts few jobs
 def test_the_verdict_names_the_difference_and_its_cause(pool, name):
-    case = CASES[name]
+    case = EXAMPLES[name]
     verdicts = pool.run(run, len(case.samples), name)
     assert all(verdict == verdicts[0] for verdict in verdicts)
     equal, lines = verdicts[0]

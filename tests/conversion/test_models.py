@@ -16,8 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from bagua_syncbn import SyncBatchNorm, conversion_report, convert_sync_batchnorm, revert_sync_batchnorm
 from bagua_syncbn.data_parallel import DataParallelWithCallback
-from tests.helpers.steps import check_ranks
-from tests.helpers.training import through_file
+from tests.helpers.steps import check_ranks, through_file
 from tests.helpers.user_layers import BatchNormAct, BatchNormReLU, SyncBatchNormAct
 
 SIZES = (1, 3)  # the ranks' batch sizes

@@ -18,8 +18,7 @@ from bagua_syncbn.data_parallel import (
     replicas,
 )
 from tests.helpers.replicated import GPU_PLACES, PLACES, Steps, build, draw_step, parallel, promptly, run
-from tests.helpers.steps import draw
-from tests.helpers.training import through_file
+from tests.helpers.steps import draw, through_file
 from tests.helpers.user_layers import BatchNormReLU
 
 pytestmark = pytest.mark.usefixtures("single_threaded")

@@ -197,7 +197,7 @@ def converted(communicator):
     return bagua_syncbn.convert_sync_batchnorm(Critic(nn.BatchNorm1d(8)), communicator)
 
 
-def train(*models):
+def step_each(*models):
     for model in models:
         model(torch.randn(4, 8, requires_grad=True)).sum().backward()
 
@@ -236,7 +236,7 @@ def test_divergence_beside_a_compiled_model_is_named(last_rank, first_call, last
     with own_model() as model:
         compiled = torch.compile(converted(model.a.process_group), backend="eager")
         for _ in range(2):
-            train(compiled)
+            step_each(compiled)
             model.run(STEP)
         message = message_of(lambda: model.run(last_rank if is_odd() else STEP))
     assert DIFFER in message
@@ -373,8 +373,8 @@ def test_identical_models_are_distinguished(kind):
     make, names = ALIKE[kind]
     with own_group() as communicator:
         first, second = make(communicator)
-        train(first, second, first, second)
-        message = message_of(lambda: train(second, first) if is_odd() else train(first, second))
+        step_each(first, second, first, second)
+        message = message_of(lambda: step_each(second, first) if is_odd() else step_each(first, second))
     assert all(name in message for name in names), message
 
 

@@ -1,7 +1,12 @@
-"""Training steps of any model, compared between ranks and one process."""
+"""Steps of any model, and the training of a model, compared between ranks and one process."""
+
+import io
 
 import torch
 import torch.distributed as dist
+from torch import nn
+
+STEPS = 5  # of train
 
 
 def draw(*size, seed=0, dtype=torch.float64):
@@ -52,3 +57,55 @@ def check_ranks(model, plain, input, grad_output, splits, tolerance=1e-9, refere
             dist.all_reduce(value)
         close = {"rtol": tolerance, "atol": tolerance}
         torch.testing.assert_close(value, expected, **close, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def through_file(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+# Training
+
+
+def make_model(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3, bias=False),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.Conv2d(6, 4, 3),
+        nn.BatchNorm2d(4, momentum=None),
+        nn.Flatten(),
+        nn.Linear(4 * 16, 5),
+        nn.BatchNorm1d(5),
+    ).double()
+
+
+def make_optimizer(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def train(model, optimizer, sizes, rank):
+    """Trains on this rank's share; returns the state. Wrappers average gradients to the whole batch's gradient."""
+    dtype = next(model.parameters()).dtype
+    for seed in range(STEPS):
+        drawn = draw(sum(sizes), 3, 8, 8, seed=seed), draw(sum(sizes), 5, seed=STEPS + seed)
+        input, target = (whole.split(sizes)[rank].to(dtype) for whole in drawn)
+        loss = (model(input) - target).square().sum() * len(sizes) / sum(sizes)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def check_training(states, sizes, prefix="", tolerance=1e-9):
+    """Compares the states of all ranks after :func:`train` with one process."""
+    model = make_model()
+    expected = train(model, make_optimizer(model), (sum(sizes),), 0)
+    for state in states:
+        assert state.keys() == {prefix + name for name in expected}
+        for name, value in expected.items():
+            error = (state[prefix + name] - value).abs().max()
+            assert error < tolerance, f"{name} is off by {error:.1e}"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import bagua_syncbn
-from tests.helpers.training import check, make_model, make_optimizer, train
+from tests.helpers.steps import check_training, make_model, make_optimizer, train
 
 
 class NoBagua:
@@ -52,7 +52,7 @@ def follow_baguas_pages():
 
 
 def test_code_from_baguas_tutorials_trains_like_one_process(pool):
-    check(pool.run(follow_baguas_pages, 3), (2, 1, 3))
+    check_training(pool.run(follow_baguas_pages, 3), (2, 1, 3))
 
 
 def test_algorithms_that_need_bagua_cannot_be_imported_without_it():

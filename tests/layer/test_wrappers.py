@@ -10,8 +10,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from bagua_syncbn import SyncBatchNorm, SyncBatchNorm2d, convert_sync_batchnorm, recompute_outputs, with_bagua
 from bagua_syncbn.communicators import LOCAL, RankGroup
-from tests.helpers.steps import draw
-from tests.helpers.training import check, make_model, make_optimizer, through_file, train
+from tests.helpers.steps import check_training, draw, make_model, make_optimizer, through_file, train
 
 # DistributedDataParallel
 
@@ -29,7 +28,7 @@ def train_ddp(sizes, process_group, options, saved):
     ((1, 3), "node", {"broadcast_buffers": False, "find_unused_parameters": True}, False),
 ], ids=str)  # fmt: skip
 def test_ddp_trains_like_one_process(pool, sizes, process_group, options, saved):
-    check(pool.run(train_ddp, len(sizes), sizes, process_group, options, saved), sizes, "module.")
+    check_training(pool.run(train_ddp, len(sizes), sizes, process_group, options, saved), sizes, "module.")
 
 
 # Sharded
@@ -71,7 +70,7 @@ SHARDED = pytest.mark.parametrize("kind", ["fully_shard", "fsdp", "fsdp, layers 
 @pytest.mark.parametrize("prepare", [convert_sync_batchnorm, recomputing])
 @SHARDED
 def test_sharded_models_train_like_one_process(pool, kind, prepare):
-    check(pool.run(train_sharded, 2, kind, prepare), (1, 3))
+    check_training(pool.run(train_sharded, 2, kind, prepare), (1, 3))
 
 
 def small():
