@@ -144,7 +144,7 @@ def run_program(name, *args):
 
 @pytest.mark.parametrize(("name", "kind", "ranks", "when"), [
     *((name, "pool", 2, 1) for name in DIVERGENCES),
-    *rows(((name, *group) for name in DIVERGENCES for group in (("pool", 2, 0), ("large", 2, 1))), KINDS),
+    *rows(((name, *group) for name in DIVERGENCES for group in (("pool", 2, 0), ("large", 2, 1))), KINDS, 4),
     *(pytest.param(name, *larger, 1, marks=SLOW) for name in DIVERGENCES for larger in (("pool", 3), ("large", 4))),
 ])  # fmt: skip
 def test_all_ranks_name_the_divergence(request, name, kind, ranks, when):

@@ -181,7 +181,7 @@ def mean_of_ranks(layer, offset=0):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("kind", "is_loaded"), rows([
     *((kind, False) for kind in (None, "group", "mesh", "node", 2, [[1, 0]], [[0], [1]])), ("group", True), (None, True)
-], [None, "group", "mesh", "node", [[0], [1]]]), ids=str)  # fmt: skip
+], [None, "group", "mesh", "node", [[0], [1]]], 2), ids=str)  # fmt: skip
 def test_every_kind_of_group_compiles_in_one_graph(kind, is_loaded):
     forget_groups()  # tracing creates them
     layer = pickle.loads(pickle.dumps(layer_in(kind))) if is_loaded else layer_in(kind)
