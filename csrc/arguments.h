@@ -38,7 +38,7 @@ struct MutablePerChannel {
 };
 
 struct GatherArguments {
-  const void* gathered;  // the ranks' rows, or (is_sum) the sum of their summable statistics: see packed_stats.h
+  const void* gathered;  // the ranks' rows, or (summed) the sum over ranks: see packed_stats.h
   int64_t ranks;
   int64_t channels;
   DType accumulate;  // dtype of mean, invstd and rows
@@ -54,7 +54,7 @@ struct GatherArguments {
   int64_t header_size;
   bool skip_nonfinite;
   int64_t* fault;  // in host memory; may be null
-  bool is_sum;
+  bool summed;
   int64_t call;
 };
 

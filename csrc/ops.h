@@ -34,14 +34,14 @@ inline Epilogue epilogue_of(const OptionalTensor& residual, int64_t activation, 
 
 template <typename Device>
 Tensor batch_norm_stats(const Tensor& input, std::optional<int64_t> caller, int64_t call, const OptionalTensor& mask,
-                        bool summable) {
+                        bool summed) {
   const DType dtype = check_input(input);
-  const Header header = summable ? sums_header(caller.value_or(0)) : row_header(caller, call);
+  const Header header = summed ? sums_header(caller.value_or(0)) : row_header(caller, call);
   const DenseInput dense = to_dense(input);
   const Geometry& g = dense.geometry;
   const uint8_t* valid = valid_positions(mask, g.rows(), input);
-  const int64_t size = summable ? sums_size_of(g.channels) : row_size_of(g.channels, header.size);
-  const ScalarType packed_dtype = summable ? ScalarType::Double : accumulate_type(scalar_type(input));
+  const int64_t size = summed ? sums_size_of(g.channels) : row_size_of(g.channels, header.size);
+  const ScalarType packed_dtype = summed ? ScalarType::Double : accumulate_type(scalar_type(input));
   Tensor packed = allocate_vector(size, packed_dtype, input);
   Device device(input);
   stats(dense.tensor.const_data_ptr(), dtype, g, valid, packed.mutable_data_ptr(), header, device);
@@ -58,15 +58,15 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(Tensor gathered, cons
                                                            std::optional<double> momentum, double eps,
                                                            const OptionalTensor& fault, bool skip_nonfinite,
                                                            int64_t ranks, int64_t call) {
-  const bool is_sum = gathered.dim() == 1;
-  const int64_t size = is_sum || gathered.dim() == 2 ? gathered.size(-1) : 0;
-  const int64_t header_size = is_sum ? kSumsHeader : header_size_of(size);
-  const int64_t rest = size - (is_sum ? sums_size_of(0) : row_size_of(0, header_size)), channels = rest / 2;
+  const bool summed = gathered.dim() == 1;
+  const int64_t size = summed || gathered.dim() == 2 ? gathered.size(-1) : 0;
+  const int64_t header_size = summed ? kSumsHeader : header_size_of(size);
+  const int64_t rest = size - (summed ? sums_size_of(0) : row_size_of(0, header_size)), channels = rest / 2;
   if (rest < 0 || rest % 2 != 0)
     refuse("gathered", "(ranks, 2 * channels + 2 or 5), or 2 * channels + 7 values", sizes_of(gathered));
-  const ScalarType given = scalar_type(gathered), dtype = is_sum ? ScalarType::Float : given;
-  check(given == (is_sum ? ScalarType::Double : accumulate_type(given)), "gathered",
-        is_sum ? "float64 for a sum" : "float32 or float64", given);
+  const ScalarType given = scalar_type(gathered), dtype = summed ? ScalarType::Float : given;
+  check(given == (summed ? ScalarType::Double : accumulate_type(given)), "gathered",
+        summed ? "float64 for a sum" : "float32 or float64", given);
   int64_t* record = fault_record(fault);
   if (num_batches_tracked) check_counter(*num_batches_tracked, "num_batches_tracked", gathered);
   const bool tracks = running_mean && running_var, has_factor = momentum || num_batches_tracked;
@@ -85,11 +85,11 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(Tensor gathered, cons
   Tensor invstd = allocate_vector(channels, dtype, gathered);
   Tensor count = allocate({}, {}, ScalarType::Long, gathered);
   Device device(gathered);
-  gather_stats(GatherArguments{gathered.const_data_ptr(), is_sum ? ranks : gathered.size(0), channels,
+  gather_stats(GatherArguments{gathered.const_data_ptr(), summed ? ranks : gathered.size(0), channels,
                                dtype_of(mean, "mean"), mean.mutable_data_ptr(), invstd.mutable_data_ptr(),
                                static_cast<int64_t*>(count.mutable_data_ptr()), mean_buffer, var_buffer,
                                static_cast<int64_t*>(batches), mean_buffer.data != nullptr && !momentum,
-                               momentum.value_or(0), eps, header_size, skip_nonfinite, record, is_sum, call},
+                               momentum.value_or(0), eps, header_size, skip_nonfinite, record, summed, call},
                device);
   return {mean, invstd, count};
 }

@@ -22,7 +22,7 @@ struct Header {
   int32_t words[kSumsHeader] = {};
 };
 
-// True for summable statistics, [n * mean | m2 + n * mean^2 | n | header] in double, which ranks add. Otherwise they
+// True for statistics to be summed, [n * mean | m2 + n * mean^2 | n | header] in double, which ranks add. Otherwise they
 // gather rows, [mean | biased variance | count in two words | header].
 BAGUA_SYNCBN_HOST_DEVICE constexpr bool is_summable(const Header& header) {
   return header.size == kSumsHeader;

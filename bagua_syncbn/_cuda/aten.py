@@ -20,7 +20,7 @@ from .._ops.backward_elemt import means_of_sums
 from .._ops.definition import DTYPES, laid_out_as
 from .._ops.headers import WORD, fill, header_of, header_sums_of
 from .._ops.reference import batch_norm_gather_stats
-from .._ops.stats import summable_stats
+from .._ops.stats import summed_stats
 
 
 def _takes(options: Sequence[Any], input: Tensor, *values: Tensor | None) -> bool:
@@ -49,12 +49,12 @@ def _tensor_of(numbers: Sequence[int], like: Tensor) -> Tensor:
 
 
 def batch_norm_stats(
-    input: Tensor, caller: int | None = None, call: int = 0, mask: Tensor | None = None, summable: bool = False
+    input: Tensor, caller: int | None = None, call: int = 0, mask: Tensor | None = None, summed: bool = False
 ) -> Tensor:
     if not _takes([mask], input):
-        return reference.batch_norm_stats(input, caller, call, mask, summable)
-    if summable:
-        return summable_stats(batch_norm_stats(input), caller)
+        return reference.batch_norm_stats(input, caller, call, mask, summed)
+    if summed:
+        return summed_stats(batch_norm_stats(input), caller)
     input = input.detach()
     # Runs the same kernels as torch.batch_norm_stats, but returns the variance. Updates no buffers, because none are
     # passed.

@@ -10,7 +10,7 @@ class Communicator(Protocol):
     """Exchanges packed tensors between the ranks of a group. All ranks must make the same calls in the same order.
 
     Tensors are float32 or float64; both collectives must support both. If sums in float64 are slow, because they are
-    computed from gathered values, set the attribute ``adds_float64 = False``: groups of any size then gather
+    computed from gathered values, set the attribute ``sums_float64 = False``: groups of any size then gather
     statistics.
     """
 

@@ -1,12 +1,12 @@
 r"""Five ops of ``torch.ops.bagua_syncbn`` compute the step between messages. They do not communicate.
 
 ``input`` is (N, C, \*), with a dtype in ``DTYPES``. The *accumulate dtype* is float64 for float64 input and float32
-otherwise; ``mean``, ``invstd`` and messages have it, but ``summable`` messages are float64. ``ops/headers.py``
+otherwise; ``mean``, ``invstd`` and messages have it, but ``summed`` messages are float64. ``ops/headers.py``
 describes messages.
 
 ==============================  =====================================================================================
 ``batch_norm_stats``            Returns the message in forward: mean and biased variance per channel, the number of
-                                values per channel, and a header for ``caller`` and ``call``; if ``summable``, sums
+                                values per channel, and a header for ``caller`` and ``call``; if ``summed``, sums
                                 that add up over ranks, with ``caller`` as the fingerprint
 ``batch_norm_gather_stats``     Merges ``gathered``, with a row per rank or the sum over ``ranks``. Returns ``mean``
                                 (C), ``invstd`` (C) and ``count`` (int64 scalar). Updates the running statistics in

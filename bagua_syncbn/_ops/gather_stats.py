@@ -78,8 +78,8 @@ def batch_norm_gather_stats(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if this_thread.holds_buffers:
         running_mean = running_var = num_batches_tracked = None
-    is_sum = gathered.dim() == 1
-    mean, var, total = _moments_of_sums(gathered, ranks, fault, call) if is_sum else _merge_rows(gathered, fault)
+    summed = gathered.dim() == 1
+    mean, var, total = _moments_of_sums(gathered, ranks, fault, call) if summed else _merge_rows(gathered, fault)
     # An unbiased variance needs two values. The count is on the device, so the host must not branch on it.
     updates = total >= 2
     if skip_nonfinite:
@@ -97,5 +97,5 @@ def batch_norm_gather_stats(
         for running, new in ((running_mean, mean), (running_var, unbiased_var)):
             old = running.to(new.dtype)
             running.copy_(torch.where(updates, old.lerp(new, factor), old))
-    dtype = torch.float32 if is_sum else gathered.dtype
+    dtype = torch.float32 if summed else gathered.dtype
     return mean.to(dtype), (var + eps).rsqrt().to(dtype), total

@@ -9,16 +9,16 @@ from .moments import Moments
 
 
 def _fake(
-    input: Tensor, caller: int | None = None, call: int = 0, mask: Tensor | None = None, summable: bool = False
+    input: Tensor, caller: int | None = None, call: int = 0, mask: Tensor | None = None, summed: bool = False
 ) -> Tensor:
-    if summable:
+    if summed:
         return input.new_empty(2 * input.size(1) + 1 + HEADER_SUMS_SIZE, dtype=torch.float64)
     header = 0 if caller is None else HEADER_SIZE
     return input.new_empty(2 * input.size(1) + 2 + header, dtype=accumulate_dtype(input.dtype))
 
 
-def summable_stats(row: Tensor, fingerprint: int | None) -> Tensor:
-    """Returns the summable form of a ``row`` of statistics without a header."""
+def summed_stats(row: Tensor, fingerprint: int | None) -> Tensor:
+    """Returns a ``row`` of statistics, without a header, in the form that ranks sum."""
     header_sums = row.new_empty(HEADER_SUMS_SIZE, dtype=torch.float64)
     fill(header_sums, header_sums_of(fingerprint or 0))
     return torch.cat([Moments.of_row(row.double()).as_sums(), header_sums])
@@ -26,10 +26,10 @@ def summable_stats(row: Tensor, fingerprint: int | None) -> Tensor:
 
 @defines(_fake)
 def batch_norm_stats(
-    input: Tensor, caller: int | None = None, call: int = 0, mask: Tensor | None = None, summable: bool = False
+    input: Tensor, caller: int | None = None, call: int = 0, mask: Tensor | None = None, summed: bool = False
 ) -> Tensor:
-    if summable:
-        return summable_stats(batch_norm_stats(input, mask=mask), caller)
+    if summed:
+        return summed_stats(batch_norm_stats(input, mask=mask), caller)
     input = input.detach()
     row, channels = _fake(input, caller).zero_(), input.size(1)
     values = input.to(row.dtype)

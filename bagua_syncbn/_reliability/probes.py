@@ -29,23 +29,23 @@ class Probe:
 
     def __init__(self, history: CallHistory, caller: int, communicator: Communicator, device: torch.device) -> None:
         self._recent, self._communicator, expected = history.recent, communicator, history.expected()
-        self._is_sum, numel, dtype = False, ops.HEADER_SIZE, torch.float32
+        self._summed, numel, dtype = False, ops.HEADER_SIZE, torch.float32
         if expected is not None:
-            self._is_sum, numel, dtype = expected.is_sum, expected.numel, expected.dtype
+            self._summed, numel, dtype = expected.summed, expected.numel, expected.dtype
         fingerprint = hash((caller, history.number)) & history.exact_bits
-        self._header = ops.header_sums_of(fingerprint) if self._is_sum else ops.header_of(caller, history.number)
+        self._header = ops.header_sums_of(fingerprint) if self._summed else ops.header_of(caller, history.number)
         packed = torch.zeros(numel, dtype=dtype, device="cpu")
         packed[-len(self._header) :] = torch.tensor(self._header, dtype=dtype, device="cpu")
         self._packed = packed.to(device)
 
     def send(self) -> list[list[float]] | None:
         """Sends the probe and waits. Returns None if all ranks sent this header, else :meth:`_headers_in`."""
-        collective = self._communicator.all_reduce if self._is_sum else self._communicator.all_gather
+        collective = self._communicator.all_reduce if self._summed else self._communicator.all_gather
         return self._headers_in(collective(self._packed))
 
     def begin(self, communicator: TorchCommunicator, text: str | None) -> None:
         """Starts to send the probe, and ``text`` if it is given, without waiting for peers."""
-        begin = communicator.begin_all_reduce if self._is_sum else communicator.begin_all_gather
+        begin = communicator.begin_all_reduce if self._summed else communicator.begin_all_gather
         self._answer = begin(self._packed)
         self._texts = None if text is None else communicator.begin_all_gather(encode(text))
 
@@ -59,7 +59,7 @@ class Probe:
 
     def _headers_in(self, answer: Tensor) -> list[list[float]] | None:
         """Returns None if all ranks sent this header, else all ranks' headers, or an empty list if summed."""
-        if self._is_sum:
+        if self._summed:
             differ = headers_differ(answer[-ops.HEADER_SUMS_SIZE :], self._communicator.size)
             return [] if differ.tolist() else None
         headers: list[list[float]] = answer[:, -ops.HEADER_SIZE :].tolist()

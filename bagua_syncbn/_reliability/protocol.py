@@ -30,27 +30,27 @@ from . import faults
 from .faults import FaultRecord, describe, differ_text
 from .history import CallHistory, history_in
 from .probes import Probe, decode, encode, leave, resume
-from .signatures import CallSignature, exact_bits, sends_summable, shared_options, signature_of
+from .signatures import CallSignature, exact_bits, is_summed, shared_options, signature_of
 from .watch import watch
 
 
 class RankExchange(Exchange):
     """Messages of a layer's calls, with headers that the ops compare."""
 
-    __slots__ = ("_history", "_record", "_signature", "summable")
+    __slots__ = ("_history", "_record", "_signature", "summed")
 
     def __init__(
         self, signature: CallSignature, record: FaultRecord, communicator: Communicator, history: CallHistory
     ) -> None:
         super().__init__(communicator)
         self._signature, self._record, self._history = signature, record, history
-        self.summable = signature.is_sum
+        self.summed = signature.summed
 
     def open(self) -> tuple[int, int, int]:
         signature, history = self._signature, self._history
         # Peers may run compiled code, which does not count calls.
         number = 0 if signature.kind in history.compiled else history.calls % (ops.WORD - 1) + 1
-        if self.summable:  # the ops add up a fingerprint instead of comparing headers
+        if self.summed:  # the ops add up a fingerprint instead of comparing headers
             return number, self.fingerprint(number, "forward"), 0
         return number, signature.caller if number else signature.compiled_caller, number
 
@@ -68,7 +68,7 @@ class RankExchange(Exchange):
                 history.failure = own
                 record.raise_if_found()
             record.kind.value = 0
-            headers = () if rows is None or self.summable else rows[:, -ops.HEADER_SIZE :].tolist()
+            headers = () if rows is None or self.summed else rows[:, -ops.HEADER_SIZE :].tolist()
             self._disagree(own, torch.device("cpu"), headers)
         history.sending = None
 
@@ -111,7 +111,7 @@ class RankExchange(Exchange):
                 )
             if number and history.place.next is not signature:
                 self._agree_on(signature, packed, number)
-            message = communicator.all_reduce(packed) if signature.is_sum else communicator.all_gather(packed)
+            message = communicator.all_reduce(packed) if signature.summed else communicator.all_gather(packed)
             if number:
                 history.add(signature)
         except BaseException as error:
@@ -127,7 +127,7 @@ class RankExchange(Exchange):
                 f"{communicator.size}: {type(error).__name__}: {error}. A peer died, raised an error, was late, or ran "
                 "different code until the timeout; this group can no longer be used"
             ) from error
-        summed_over = communicator.size if signature.is_sum else 1
+        summed_over = communicator.size if signature.summed else 1
         return Received(message, summed_over, record.tensor, history.calls if number else 0)
 
     def _agree_on(self, signature: CallSignature, packed: Tensor, number: int) -> None:
@@ -176,9 +176,9 @@ class CompiledExchange(Exchange):
 
     def __init__(self, call: Call, options: Options, communicator: Communicator) -> None:
         super().__init__(communicator, True)
-        self.summable = sends_summable(call.input, communicator)
+        self.summed = is_summed(call.input, communicator)
         name, kind, shared = getattr(communicator, "name", None), kind_of(call.layer), shared_options(call, options)
-        self._caller, self._fingerprint = note_compilation(name, communicator.size, kind, self.summable, *shared)
+        self._caller, self._fingerprint = note_compilation(name, communicator.size, kind, self.summed, *shared)
 
     def open(self) -> tuple[int, int, int]:
         return 0, self._caller, 0
@@ -197,13 +197,13 @@ def sum_with_header(
 
 
 @untraced  # compiled checkpoints do not allow traced side effects
-def note_compilation(group_name: str | None, ranks: int, kind: str, summable: bool, *shared: Any) -> tuple[int, int]:
+def note_compilation(group_name: str | None, ranks: int, kind: str, summed: bool, *shared: Any) -> tuple[int, int]:
     """Records that layers of this kind are compiled in a group. Returns the header and the backward's fingerprint."""
-    signature = signature_of(kind, kind, shared, summable)
+    signature = signature_of(kind, kind, shared, summed)
     if group_name is not None:
         history_in(TorchCommunicator(group_named(group_name))).compiled.add(signature.kind)
     caller, backward = signature.compiled_caller, signature.backward.compiled_caller
-    header = hash((caller, 0)) & exact_bits(ranks) if summable else caller
+    header = hash((caller, 0)) & exact_bits(ranks) if summed else caller
     return header, hash((backward, 0)) & exact_bits(ranks)
 
 
@@ -217,7 +217,7 @@ def compared_exchange(call: Call, options: Options, communicator: Communicator) 
         name = history.numbered(f"{name} of {kind}", origin.model, kind)
     elif layer is not None:
         name = history.numbered(name, layer, kind)
-    signature = signature_of(name, kind, shared_options(call, options), sends_summable(call.input, communicator))
+    signature = signature_of(name, kind, shared_options(call, options), is_summed(call.input, communicator))
     return RankExchange(signature, history.record_of(call.input.device.type), communicator, history)
 
 

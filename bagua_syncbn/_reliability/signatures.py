@@ -19,7 +19,7 @@ from .._groups import Communicator
 from .._ops.options import Options
 from .._step.call import Call
 from .._torch.autograd import Mode, as_number, untraced
-from ..communicators.c10d import is_large
+from ..communicators.c10d import sums_statistics
 
 RAISED = 0  # caller in the header of a rank that raised an error
 
@@ -46,7 +46,7 @@ class CallSignature:
     caller: int  # two hashes in one number: the layer; direction and options
     kind: int  # hash of the model's class, or of the class of a layer outside of a model
     text: str  # for errors
-    is_sum: bool  # whether messages are summed, instead of gathered
+    summed: bool  # whether messages are summed, instead of gathered
     numel: int  # size of a message
     dtype: torch.dtype  # of a message
     is_backward: bool = False
@@ -77,8 +77,8 @@ def shared_options(call: Call, options: Options) -> tuple[Any, ...]:
 
 
 @functools.lru_cache(2**14)  # options may change in every step
-def signature_of(name: str, kind: str, shared: tuple[Any, ...], summable: bool) -> CallSignature:
-    """Returns the signature of a forward of layer ``name``. If ``summable``, ranks send summable statistics."""
+def signature_of(name: str, kind: str, shared: tuple[Any, ...], summed: bool) -> CallSignature:
+    """Returns the signature of a forward of layer ``name``. If ``summed``, ranks sum statistics."""
     channels, is_double, updates, *options = shared
     details = f"{channels} channels, {'float64' if is_double else 'float32'}"
     defaults = Options(eps=math.nan, momentum=math.nan)  # NaN equals nothing, so these two are always listed
@@ -86,14 +86,14 @@ def signature_of(name: str, kind: str, shared: tuple[Any, ...], summable: bool) 
         details += f", {field}={value}" if value != default else ""
     details += f", {updates}" if updates else ""
 
-    def signature(direction: str, is_sum: bool, numel: int, dtype: torch.dtype) -> CallSignature:
+    def signature(direction: str, summed: bool, numel: int, dtype: torch.dtype) -> CallSignature:
         caller = word_of(name) * ops.WORD + word_of(f"{direction} ({details})")
         text = f"{direction} of {name} ({details})"
-        return CallSignature(caller, word_of(kind), text, is_sum, numel, dtype, direction != "forward")
+        return CallSignature(caller, word_of(kind), text, summed, numel, dtype, direction != "forward")
 
     dtype = torch.float64 if is_double else torch.float32
     size = 2 * channels + ops.HEADER_SUMS_SIZE
-    if summable:
+    if summed:
         forward = signature("forward", True, size + 1, torch.float64)
     else:
         forward = signature("forward", False, 2 * channels + 2 + ops.HEADER_SIZE, dtype)
@@ -102,8 +102,8 @@ def signature_of(name: str, kind: str, shared: tuple[Any, ...], summable: bool) 
     return forward
 
 
-def sends_summable(input: Tensor, communicator: Communicator) -> bool:
-    """Returns whether ranks send summable statistics instead of rows. All ranks agree, compiled or not."""
+def is_summed(input: Tensor, communicator: Communicator) -> bool:
+    """Returns whether ranks sum their statistics instead of gathering rows. All ranks agree, compiled or not."""
     # Sums need a wider dtype than the statistics; "mps" has no float64.
     is_narrow = input.dtype != torch.float64 and input.device.type != "mps"
-    return is_narrow and is_large(communicator.size) and getattr(communicator, "adds_float64", True)
+    return is_narrow and sums_statistics(communicator.size) and getattr(communicator, "sums_float64", True)

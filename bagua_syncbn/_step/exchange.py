@@ -21,8 +21,8 @@ class Exchange:
         is_traced: whether torch.compile traces the calls.
     """
 
-    summable: bool = False
-    """True in large groups, where ranks send summable statistics."""
+    summed: bool = False
+    """True in large groups, where ranks sum their statistics instead of gathering rows."""
 
     __slots__ = ("communicator", "is_traced")
 
@@ -36,11 +36,11 @@ class Exchange:
         return 0, None, 0
 
     def send(self, packed: Tensor, which: Pass = "forward", number: int = 0) -> Received:
-        """Returns all ranks' rows in a forward that is not ``summable``; otherwise the sum. May overwrite ``packed``.
+        """Returns all ranks' rows in a forward that is not ``summed``; otherwise the sum. May overwrite ``packed``.
 
         ``number`` is the number of the call. Call :meth:`check` after the op that reads the result.
         """
-        if which == "forward" and not self.summable:
+        if which == "forward" and not self.summed:
             return Received(self.communicator.all_gather(packed))
         return Received(self.communicator.all_reduce(packed), self.communicator.size)
 

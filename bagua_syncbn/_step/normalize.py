@@ -29,7 +29,7 @@ def batch_statistics(input: Tensor, call: Call, norm: Normalization) -> Statisti
     assert exchange is not None
     norm.number, *header = exchange.open()
     mask = None if norm.masking is None else norm.masking.positions
-    row = ops.batch_norm_stats(input, *header, mask, exchange.summable)
+    row = ops.batch_norm_stats(input, *header, mask, exchange.summed)
     received = exchange.send(row, "forward", norm.number)
     # Inlines call.tracked_buffers.
     buffers = call.buffers if call.accumulate is None and call.buffers.running_mean is not None else ops.NO_BUFFERS

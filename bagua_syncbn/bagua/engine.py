@@ -30,7 +30,7 @@ class BaguaCommunicator:
     receivers sum them in rank order.
     """
 
-    adds_float64 = False
+    sums_float64 = False
 
     def __init__(self, group: Any) -> None:
         self.group = group

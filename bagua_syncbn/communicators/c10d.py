@@ -20,7 +20,7 @@ from .._torch import process_groups
 IS_AVAILABLE = dist.is_available()
 
 # Groups of at least this size sum statistics, so that messages do not grow with the group; see docs/design.md.
-FEWEST_ADDED = 32
+FEWEST_SUMMED = 32
 
 # On CPU, ranks gather messages up to this size in bytes, and add them locally. Latency dominates in such messages, and
 # a ring all-gather has half as many steps as a ring all-reduce.
@@ -31,14 +31,14 @@ _SUM_IN_STREAM, _GATHER_IN_STREAM = (
 )
 
 
-def is_large(ranks: int) -> bool:
+def sums_statistics(ranks: int) -> bool:
     """Returns whether a group of this size sums statistics; smaller groups gather them."""
-    return ranks >= FEWEST_ADDED
+    return ranks >= FEWEST_SUMMED
 
 
 def _is_gathered(packed: Tensor, ranks: int) -> bool:
     """Returns whether ranks gather ``packed`` and add it locally. All ranks agree, compiled or not."""
-    return not is_large(ranks) and packed.is_cpu and packed.numel() * packed.element_size() <= _MOST_GATHERED
+    return not sums_statistics(ranks) and packed.is_cpu and packed.numel() * packed.element_size() <= _MOST_GATHERED
 
 
 class AsyncCollective:

@@ -52,12 +52,12 @@ void gather_stats(const GatherArguments& arguments, Device&) {
     std::vector<double> mean(channels), var(channels);
     const A* rows = static_cast<const A*>(arguments.gathered);
     const double* sums = static_cast<const double*>(arguments.gathered);
-    const Fault found = arguments.is_sum ? fault_of_sums(sums, channels, arguments.ranks, arguments.call)
+    const Fault found = arguments.summed ? fault_of_sums(sums, channels, arguments.ranks, arguments.call)
                                          : find_fault(rows, arguments.ranks, channels, header_size);
     record_fault(arguments.fault, found, rows, channels, header_size);
     int64_t total = 0;
     if (found.kind == Fault::kNone) {
-      total = arguments.is_sum
+      total = arguments.summed
                   ? divide_sums(sums, channels, mean, var)
                   : merge_ranks(rows, arguments.ranks, channels, row_size_of(channels, header_size), mean, var);
     } else {

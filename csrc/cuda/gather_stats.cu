@@ -23,7 +23,7 @@ __device__ __forceinline__ V add_lanes(V value) {
   return __shfl_sync(kAllLanes, value, 0);
 }
 
-// The ranks' rows, or with `is_sum` the sum of their summable statistics. All lanes of a warp construct it and merge
+// The ranks' rows, or with `summed` the sum over ranks. All lanes of a warp construct it and merge
 // together.
 template <typename A>
 class Ranks {
@@ -39,7 +39,7 @@ class Ranks {
 
   __device__ __forceinline__ explicit Ranks(const GatherArguments& arguments)
       : rows(static_cast<const A*>(arguments.gathered)),
-        sums(arguments.is_sum ? static_cast<const double*>(arguments.gathered) : nullptr),
+        sums(arguments.summed ? static_cast<const double*>(arguments.gathered) : nullptr),
         channels(arguments.channels),
         header_size(arguments.header_size),
         row_size(row_size_of(channels, header_size)),

@@ -54,9 +54,9 @@ def test_summed_statistics_equal_gathered_statistics(name):
     assert (count, batches) == expected[2:]
 
 
-def forward_message(ranks, dtype=torch.float32, adds_float64=True):
+def forward_message(ranks, dtype=torch.float32, sums_float64=True):
     def send(communicator):
-        communicator.adds_float64 = adds_float64
+        communicator.sums_float64 = sums_float64
         SyncBatchNorm(3, process_group=communicator, dtype=dtype)(torch.randn(2, 3, dtype=dtype))
         return communicator.sent[-1]
 
@@ -69,7 +69,7 @@ def test_from_32_ranks_on_messages_do_not_grow():
     assert forward_message(31) == gathered
     assert forward_message(32) == forward_message(64) == forward_message(32, torch.bfloat16) == summed
     assert forward_message(32, torch.float64) == ("gather", 8 * (2 * 3 + 5))  # there is no wider dtype
-    assert forward_message(32, adds_float64=False) == gathered
+    assert forward_message(32, sums_float64=False) == gathered
 
 
 # Cases, and an extra tolerance: rounding a mean of 1e4 deviations adds an error to each value.

@@ -109,10 +109,10 @@ def first_difference(programs):
     return alike.index(False) if False in alike else len(alike)
 
 
-@pytest.mark.parametrize("adds_up", [False, True], ids=["rows", "sums"])
+@pytest.mark.parametrize("summed", [False, True], ids=["rows", "sums"])
 @pytest.mark.parametrize("seeds", [0, 1, *(pytest.param(seeds, marks=pytest.mark.slow) for seeds in range(2, 12))])
-def test_ranks_raise_in_the_first_call_that_differs(adds_up, seeds):
-    with patch("bagua_syncbn.communicators.c10d.FEWEST_ADDED", 2 if adds_up else 32):
+def test_ranks_raise_in_the_first_call_that_differs(summed, seeds):
+    with patch("bagua_syncbn.communicators.c10d.FEWEST_SUMMED", 2 if summed else 32):
         for seed in range(25 * seeds, 25 * seeds + 25):
             programs = [made(calls) for calls in program(random.Random(seed))]
             ends = run_threads(len(programs), lambda rank, programs=programs: run(programs[rank.rank], rank))

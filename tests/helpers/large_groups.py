@@ -9,7 +9,7 @@ from tests.helpers.workers import WorkerPool
 
 def as_large(function: Callable[..., Any], *args: Any) -> Any:
     """Runs ``function`` on a rank whose groups are treated as large."""
-    with patch("bagua_syncbn.communicators.c10d.FEWEST_ADDED", 2):
+    with patch("bagua_syncbn.communicators.c10d.FEWEST_SUMMED", 2):
         return function(*args)
 
 
