@@ -22,9 +22,9 @@ struct Header {
   int32_t words[kSumsHeader] = {};
 };
 
-// True for statistics to be summed, [n * mean | m2 + n * mean^2 | n | header] in double, which ranks add. Otherwise they
-// gather rows, [mean | biased variance | count in two words | header].
-BAGUA_SYNCBN_HOST_DEVICE constexpr bool is_summable(const Header& header) {
+// True for statistics to be summed, [n * mean | m2 + n * mean^2 | n | header] in double, which ranks add. Otherwise
+// they gather rows, [mean | biased variance | count in two words | header].
+BAGUA_SYNCBN_HOST_DEVICE constexpr bool is_summed(const Header& header) {
   return header.size == kSumsHeader;
 }
 
@@ -55,7 +55,7 @@ BAGUA_SYNCBN_HOST_DEVICE constexpr int64_t header_size_of(int64_t row_size) {
 template <typename A>
 BAGUA_SYNCBN_HOST_DEVICE void pack_moments(void* packed, int64_t channels, int64_t c, double mean, double m2,
                                            double count, const Header& header) {
-  if (is_summable(header)) {
+  if (is_summed(header)) {
     double* sums = static_cast<double*>(packed);
     sums[c] = count * mean;
     sums[channels + c] = m2 + count * mean * mean;
