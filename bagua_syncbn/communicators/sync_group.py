@@ -1,7 +1,5 @@
 """Process groups for users, from the descriptions that layers accept."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from .._groups import ProcessGroupLike, spec_of
@@ -11,7 +9,7 @@ if TYPE_CHECKING:  # some builds of torch have no torch.distributed
     from torch.distributed import ProcessGroup
 
 
-def sync_group(process_group: ProcessGroupLike) -> ProcessGroup | None:
+def sync_group(process_group: ProcessGroupLike) -> "ProcessGroup | None":
     """Returns this rank's process group for a description, for your own messages.
 
     The first call with a description creates up to two groups of its ranks: the returned group, and the group that

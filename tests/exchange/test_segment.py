@@ -65,10 +65,16 @@ def test_the_last_message_of_a_rank_that_exits_arrives():
     message = shared.GATHER, own.data_ptr(), 3, 4
     for _ in range(50):
         segment, place = native.map_segment(name, 2, 60.0, False, 0, "")
+        read, write = os.pipe()
         child = os.fork()
         if child == 0:
-            native.publish(native.map_segment(name, 2, 60.0, False, 1, place)[0], *message)
+            peer = native.map_segment(name, 2, 60.0, False, 1, place)[0]
+            os.write(write, b"mapped")  # ranks map the memory before the first message
+            native.publish(peer, *message)
             os._exit(0)
+        os.read(read, 6)
+        os.close(read)
+        os.close(write)
         native.exchange(segment, *message, peers.data_ptr())
         os.waitpid(child, 0)
         assert peers.sum() == 6
