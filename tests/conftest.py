@@ -11,8 +11,7 @@ import torch
 
 from bagua_syncbn._ops import native
 from tests.helpers.emulated import CSRC, build_library, find_headers, load_library
-from tests.helpers.large_groups import LargeGroups
-from tests.helpers.workers import WorkerPool, forget_compilations
+from tests.helpers.workers import WorkerPool, forget_compilations, summing
 
 # Failed assertions in helpers show values, as in test files.
 pytest.register_assert_rewrite(
@@ -43,8 +42,7 @@ def pool(request, pools):
 
 @pytest.fixture
 def large(pool):
-    """The pool, with groups that sum statistics like large groups."""
-    yield LargeGroups(pool)
+    yield summing(pool)
     pool.forget_job()
 
 

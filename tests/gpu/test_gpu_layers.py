@@ -16,11 +16,10 @@ from bagua_syncbn._reliability.history import history_in
 from bagua_syncbn._torch.nccl import nccl_id, nccl_progress
 from bagua_syncbn.communicators import TorchCommunicator, torch_engine
 from tests.helpers.cases import WAYS, Case, compare, laid_out, run_ranks
-from tests.helpers.large_groups import LargeGroups
 from tests.helpers.one_rank import OneRankGroup
 from tests.helpers.tolerances import DTYPES, assert_close
 from tests.helpers.traced import count, trace
-from tests.helpers.workers import WorkerPool
+from tests.helpers.workers import WorkerPool, summing
 
 pytestmark = pytest.mark.gpu
 
@@ -230,7 +229,7 @@ def test_ddp_over_nccl_on_two_gpus(two_gpus, shares, fuses):
 
 
 def test_a_large_group_over_nccl(two_gpus):
-    check_trained(LargeGroups(two_gpus).run(train_on_own_gpu, 2, False, True))
+    check_trained(summing(two_gpus).run(train_on_own_gpu, 2, False, True))
 
 
 WARM_UP = 11  # number of DistributedDataParallel steps before a capture, as torch's CUDA graph notes require

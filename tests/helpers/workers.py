@@ -149,6 +149,26 @@ class WorkerPool:
         return self._directory / f"stacks{rank}"
 
 
+class Patched:
+    """A pool whose ranks replace an attribute of this package while they run a function."""
+
+    def __init__(self, pool: WorkerPool, name: str, value: Any) -> None:
+        self._pool, self._patch = pool, (f"bagua_syncbn.{name}", value)
+
+    def run(self, function: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:
+        return self._pool.run(_run_patched, world_size, self._patch, function, *args, **options)
+
+
+def _run_patched(attribute: tuple[str, Any], function: Callable[..., Any], *args: Any) -> Any:
+    with patch(*attribute):
+        return function(*args)
+
+
+def summing(pool: WorkerPool) -> Patched:
+    """Returns the pool, with groups that sum statistics in float64 instead of gathering them, like large groups."""
+    return Patched(pool, "communicators.c10d.FEWEST_SUMMED", 2)
+
+
 def _serve(
     rank: int, pipe: Connection, stacks: str, join: Callable[[str, int, int], None], environment: dict[str, str]
 ) -> None:

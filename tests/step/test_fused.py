@@ -2,8 +2,6 @@
 
 import itertools
 from functools import partial
-from types import SimpleNamespace
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm
 from bagua_syncbn._ops.activations import ACTIVATIONS
 from bagua_syncbn.communicators import LOCAL
 from tests.helpers.cases import Case, check
+from tests.helpers.workers import Patched
 
 GIVEN = [*ACTIVATIONS, ("leaky_relu", 0.3), ("elu", 0.7), None]
 LAYOUTS = [((3, 4, 5), "contiguous"), ((3, 4, 5), "channels_last"), ((4, 6), "sliced"), ((5,), "contiguous")]
@@ -29,15 +28,14 @@ def fused_cases(splits, dtypes=(torch.float64, torch.float32, torch.bfloat16)):
             yield Case(splits, shape, dtype, layout=layout, options=options, residual=residual, steps=1)
 
 
-def making_activations_twice(function, *args):
-    with patch("bagua_syncbn._step.normalize._recompute_is_cheaper", lambda input, activation: True):
-        return function(*args)
+def always(*_):
+    return True
 
 
 @pytest.mark.parametrize(("splits", "twice"), [((1, 4), False), ((3, 0, 4), False), ((1, 4), True)])
 def test_fused_ranks_equal_the_formula_in_one_process(pool, splits, twice):
     """``twice``: both kernels of backward recompute the gradient of the activation, as on CUDA."""
-    as_on_cuda = SimpleNamespace(run=lambda run, ranks, *args: pool.run(making_activations_twice, ranks, run, *args))
+    as_on_cuda = Patched(pool, "_step.normalize._recompute_is_cheaper", always)
     check(as_on_cuda if twice else pool, *fused_cases(splits))
 
 
