@@ -55,13 +55,13 @@ def _inputs(vector: int) -> list[_Input]:
         _Input((450, 3, 7)),  # too short for vectors
         _Input((3, 5, 7)),
         _Input((2, 1, 2600 * vector + 1)),  # 10 parts per channel
-        _Input((1024 // vector + 131, 17 * vector)),  # three tiles, five in reductions
+        _Input((259, 17 * vector)),  # three tiles, five in reductions
         _Input((2, 3 * vector, 3, 4), interleaved=True),
         _Input((3, 37, 10, 11), interleaved=True),  # the number of channels is not a multiple of the vector size
         _Input((7, 3 * vector), offset=1),
-        # 396 parts, more than a block has threads. Each thread reads a second batch.
-        _Input((25500, 17), center=center, only_reduces=True),
-        _Input((2, 1, 9000 * vector + 1), only_reduces=True),  # 35 parts of a planar channel, more than a warp
+        # 396 parts, more than a block has threads. The first parts read a second batch.
+        _Input((25400, 17), center=center, only_reduces=True),
+        _Input((2, 1, 8450 * vector + 1), only_reduces=True),  # 33 parts of a planar channel, more than a warp
         # Each thread reads a full batch of vectors.
         _Input((1, 264, 128 * vector - 3), only_reduces=True),
     ]
