@@ -19,7 +19,7 @@ _BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
 
 
 def collect_info() -> dict[str, Any]:
-    """Compares native CUDA kernels with plain torch, and returns what to print."""
+    """Compares native CUDA kernels with plain torch, and returns the information to print."""
     devices = range(torch.cuda.device_count())
     cards = [_compare_on(index) for index in devices]
     build_info = Path(__file__).with_name("build_info.json")  # written by setup.py

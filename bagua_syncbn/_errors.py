@@ -26,7 +26,7 @@ Set by ``_reliability``."""
 def handle_error(error: Exception, peers_of: Callable[..., _Peers], /, *args: Any, **kwargs: Any) -> None:
     """Notifies the peers of a call with these arguments that it raised ``error``. The caller re-raises the error.
 
-    Calls without data have no peers: ranks make them in any order, and send nothing.
+    Calls with meta or fake tensors notify nobody: they send nothing, so ranks may make them in any order.
 
     Raises:
         RuntimeError: torch's error, if a kernel ran out of memory.
@@ -47,7 +47,7 @@ def notifies_peers(
 ) -> Callable[[Callable[_P, _Result]], Callable[_P, _Result]]:
     """Decorator for functions in which ranks communicate: if a call raises, peers raise too.
 
-    This includes wrong arguments, which raise before the function body runs.
+    Peers also raise if wrong arguments raise before the function body runs.
 
     Args:
         peers_of: called with the arguments of the failed call. Returns the process group and the layer, model or
@@ -88,7 +88,7 @@ def raise_if_out_of_memory(error: Exception) -> None:
 
 @contextmanager
 def undone_on_error(undo: Callable[[], object]) -> Iterator[None]:
-    """Context manager that calls ``undo`` if the block raises, also Ctrl-C."""
+    """Context manager that calls ``undo`` if the block raises, including Ctrl-C."""
     try:
         yield
     except BaseException:
@@ -100,9 +100,9 @@ def undone_on_error(undo: Callable[[], object]) -> Iterator[None]:
 def restored(restore: Callable[[], object]) -> Iterator[None]:
     """Context manager that calls ``restore`` at the end of the block.
 
-    After an error it calls ``restore`` again, because Ctrl-C may have ended the first call; repeated calls must have
-    the effect of one call. Enter this context before the first change. If Ctrl-C interrupts the ``with`` statement
-    itself, Python closes the generator.
+    After an error it calls ``restore`` again, because Ctrl-C may have interrupted the first call; ``restore`` must be
+    idempotent. Enter this context before the first change. Ctrl-C in the ``with`` statement itself also restores,
+    because Python then closes this generator.
     """
     with undone_on_error(restore):
         try:

@@ -15,7 +15,7 @@ class ConvertedModel:
 
 
 class Origin(NamedTuple):
-    """Place of a layer in a converted model."""
+    """Name and model of a converted layer."""
 
     name: str  # the layer's first name in the model
     model: ConvertedModel

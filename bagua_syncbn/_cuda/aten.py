@@ -1,12 +1,12 @@
-"""The ops on ATen's batch norm kernels, which ``torch.nn.SyncBatchNorm`` uses, for tensors without native kernels.
+"""Implements the ops with ATen's batch norm kernels, for CUDA tensors without native kernels.
 
-Four ops use them. The reference computes the rest: masks, activations, residuals, empty inputs, and inputs of 2**31
-values or more, since ATen's kernels count in 32 bits. For planar half inputs ATen rounds the products in backward sums
-to half.
+Four of the five ops use these kernels, as ``torch.nn.SyncBatchNorm`` does. The reference computes all other cases:
+masks, activations, residuals, empty inputs, and inputs of 2**31 values or more, since ATen's kernels count in 32 bits.
+For planar half inputs, ATen rounds each product in the backward sums to half.
 
-The reference also merges ranks' statistics. ATen returns NaN if the first rank is empty, recovers a rank's variance
-from its inverse deviation (which loses variances that are small compared to ``eps``), divides by 0 for one value per
-channel, and takes the momentum from the host.
+The reference also merges ranks' statistics, because ATen's merge returns NaN if the first rank is empty, recovers a
+rank's variance from its inverse deviation (which loses variances that are small compared to ``eps``), divides by 0 for
+one value per channel, and takes the momentum from the host.
 """
 
 from collections.abc import Sequence
@@ -24,10 +24,10 @@ from .._ops.stats import summed_stats
 
 
 def _takes(options: Sequence[Any], input: Tensor, *values: Tensor | None) -> bool:
-    """Returns whether ATen's kernels support ``input`` (N, C, \\*) and ``values``, each (C) or an output gradient, and
-    ``options`` has neither a tensor nor a nonzero number.
+    """Returns whether ATen's kernels support a call with ``input`` (N, C, \\*).
 
-    For other sizes, ATen may read out of bounds where the reference raises.
+    Each of ``values`` must be None, of size (C), or like ``input``; each of ``options`` must be None or 0. For other
+    sizes, ATen may read out of bounds, whereas the reference raises an error.
     """
     if input.dtype not in DTYPES or not 0 < input.numel() < 2**31:
         return False

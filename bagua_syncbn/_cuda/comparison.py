@@ -27,7 +27,7 @@ def wait_for(device: torch.device) -> None:
 
 
 def find_difference(native: Any, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Returns a description of how ``native`` ops differ from float64 in plain torch, or fail; None if they agree."""
+    """Returns how ``native`` ops fail or differ from plain torch in float64, as text; None if they agree."""
     wide: dict[int, tuple[Tensor, Tensor]] = {}  # tensors and their copies, by id of the tensor
 
     def widened(tensor: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ def find_difference(native: Any, device: torch.device, dtype: torch.dtype) -> st
 
 
 def _outcome(ops: Any, call: Call) -> list[Tensor]:
-    """Runs a call. Returns the results, followed by the tensors that it writes to."""
+    """Runs a call. Returns the results, followed by the tensors that the call writes to."""
     made = getattr(ops, call.op)(*call.arguments, **call.options)
     results = [made] if isinstance(made, Tensor) else [*made]
     if call.op == "batch_norm_stats" and call.arguments[-1] is True:  # rounded sums would hide a wrong variance

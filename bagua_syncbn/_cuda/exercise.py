@@ -68,7 +68,7 @@ def _inputs(vector: int) -> list[_Input]:
 
 
 class Exercise:
-    """Values and calls for a device and a dtype, the same on every machine.
+    """Generates values and calls for a device and a dtype, equal on all machines.
 
     Means and deviations differ between channels and are far from 0 and 1. Sums do not cancel, so an error in a term
     shows in the sum.
@@ -186,13 +186,13 @@ class Exercise:
         return Call("batch_norm_gather_stats", arguments, (*buffers, record))
 
     def _header(self, differing: int | None) -> Tensor:
-        """Returns the header sums of all ranks, one of which sends a smaller part number ``differing``."""
+        """Returns the header sums of all ranks. One rank's part number ``differing`` is smaller by 1."""
         other = _FINGERPRINT - (0 if differing is None else 2 ** (12 * differing))
         sums, others = torch.tensor([*map(header_sums_of, (_FINGERPRINT, other))], device=self.device).double()
         return (_RANKS - 1) * sums + others
 
     def _record(self, earlier: int = 0) -> Tensor:
-        """Returns a fault record, with an ``earlier`` fault that must stay."""
+        """Returns a fault record that contains the kind of an ``earlier`` fault, which ops must not overwrite."""
         record = torch.zeros(8, dtype=torch.int64, device="cpu", pin_memory=self.device.type == "cuda")
         record[0] = earlier
         return record
@@ -205,7 +205,7 @@ class Exercise:
         return values.to(dtype or self.accumulate, copy=True)
 
     def _some(self, *shape: int, skip: int = 0) -> Tensor:
-        """Returns values from 0 to 1 in float64, starting with number ``skip``."""
+        """Returns float64 noise from 0 to 1, starting at index ``skip``."""
         return self._noise[skip : skip + math.prod(shape)].view(shape)
 
     def _placed(self, values: Tensor, given: _Input) -> Tensor:

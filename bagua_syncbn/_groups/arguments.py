@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # some builds of torch have no torch.distributed
 
 
 class BaguaProcessGroup(Protocol):
-    """``bagua.torch_api.communication.BaguaProcessGroup``, which this package does not import."""
+    """Protocol of ``bagua.torch_api.communication.BaguaProcessGroup``, which this package does not import."""
 
     @property
     def ranks(self) -> Sequence[int]:

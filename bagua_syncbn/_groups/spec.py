@@ -29,9 +29,9 @@ Ranks: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Global ranks of a process group's members, which replaces the group in pickles and files.
+    """Global ranks of a process group's members. Pickles and files contain it instead of the group.
 
-    Without a job, it means this process.
+    Without a job, it selects this process.
     """
 
     ranks: tuple[int, ...]
@@ -42,7 +42,9 @@ Rule: TypeAlias = None | int | str | tuple[Ranks, ...] | RankGroup
 
 
 def members_by(rule: Rule, rank: int, size: int) -> Ranks | None:
-    """Returns the members of ``rank``'s group in a job of ``size`` ranks; None for "node", which ranks agree on.
+    """Returns the members of ``rank``'s group in a job of ``size`` ranks; None for "node".
+
+    "node" has no members until ranks exchange their hosts.
 
     Raises:
         ValueError: ``rule`` does not fit the job. Every rule fits a single-rank job.
@@ -87,7 +89,7 @@ world: Callable[[], Any] = partial(getattr, dist.group, "WORLD") if dist.is_avai
 
 
 def is_in_job() -> bool:
-    """Returns whether a job runs. Compiled code guards on this, without accessing the group of all ranks."""
+    """Returns whether a job is running. Compiled code guards on the result, and does not access the default group."""
     # torch.compile takes is_initialized() as a constant, without a guard. If it is False, reading WORLD adds the guard.
     return dist.is_available() and (dist.is_initialized() or dist.group.WORLD is not None)
 
@@ -98,7 +100,7 @@ def rank_and_size() -> tuple[int, int]:
 
 
 class Engine(Protocol):
-    """Backend of layers in a job: torch.distributed, which runs every job, or Bagua in addition."""
+    """Creates the communicators of layers: torch.distributed in every job, unless Bagua runs in addition."""
 
     def is_running(self) -> bool:
         """Returns whether this engine was started."""
@@ -110,9 +112,9 @@ class Engine(Protocol):
         """
 
     def communicator_of(self, rule: Rule, given: Any, creates: bool) -> Communicator | None:
-        """Returns the layers' communicator, which all ranks create. torch has one for each ``given`` group.
+        """Returns the layers' communicator, which all its ranks create. torch has one for each ``given`` group.
 
-        Unless ``creates``, returns None if it does not exist yet.
+        If ``creates`` is False, returns None for a communicator that does not exist yet.
         """
 
     def is_data_parallel(self, module: nn.Module) -> bool:
@@ -132,11 +134,11 @@ FORKED = (
 
 
 class GroupSpec:
-    """Specification of the ranks that a layer synchronizes with. Pickles hold its description.
+    """Specification of the ranks that a layer synchronizes with. Pickles contain only the description.
 
     Args:
         rule: selects ranks of a job.
-        get_given: returns the user's group, or None once it was destroyed.
+        get_given: returns the user's group, or None after it was destroyed.
         given_communicator: the user's communicator.
     """
 
@@ -154,7 +156,7 @@ class GroupSpec:
         self._job: Callable[[], Any] = lambda: None  # the job that created it
 
     def communicator(self) -> Communicator:
-        """Returns the communicator in the running job, LOCAL if no job runs. All ranks create it at the first use.
+        """Returns the communicator in the running job, or LOCAL without a job. All ranks create it at the first use.
 
         Raises:
             ValueError: this job has no such ranks, or ranks have different descriptions.
@@ -172,7 +174,7 @@ class GroupSpec:
         return self.communicator_if_ready() or self._ask_engine(creates=True)
 
     def communicator_if_ready(self) -> Communicator | None:
-        """Returns the communicator if it exists in the running job, else None; LOCAL if no job runs."""
+        """Returns the communicator if it exists in the running job, else None; LOCAL without a job."""
         job = world()
         if job is not None and self._job() is job:
             return self._communicator
@@ -187,7 +189,7 @@ class GroupSpec:
             self._ask_engine(creates=True)
 
     def _ask_engine(self, creates: bool) -> Any:
-        """Returns the engine's communicator, and caches it until the job ends. If ``creates``, all ranks call this.
+        """Returns the engine's communicator, and caches it until the job ends. All ranks must call it to create one.
 
         Engines that start later do not replace the communicator.
         """
@@ -207,7 +209,7 @@ class GroupSpec:
         return communicator
 
     def size(self) -> int:
-        """Returns the number of ranks. Creates the group only for "node", because ranks must agree on its members."""
+        """Returns the number of ranks. Creates the group only for "node", where ranks must exchange their hosts."""
         if self.given_communicator is not None:
             return self.given_communicator.size
         return self.communicator().size if torch.compiler.is_dynamo_compiling() else len(self.members() or ())
@@ -271,8 +273,8 @@ def spec_of(process_group: Any) -> GroupSpec:
 
     Raises:
         TypeError: ``process_group`` has an unsupported type.
-        ValueError: this rank is not in the group, or the description fits no job, or not this job.
-        RuntimeError: the group belongs to an engine that is not running a job.
+        ValueError: this rank is not in the group, or the description is invalid or does not fit this job.
+        RuntimeError: the group belongs to an engine that is not running.
     """
     if _replacement is not None:
         return _replacement

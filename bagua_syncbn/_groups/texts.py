@@ -1,4 +1,4 @@
-"""Ranks and arguments in messages, short for any number of ranks and any argument."""
+"""Formats ranks and arguments for messages; texts are short for any number of ranks and any argument."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -1,8 +1,8 @@
 r"""Five ops of ``torch.ops.bagua_syncbn`` compute the step between messages. They do not communicate.
 
 ``input`` is (N, C, \*), with a dtype in ``DTYPES``. The *accumulate dtype* is float64 for float64 input and float32
-otherwise; ``mean``, ``invstd`` and messages have it, but ``summed`` messages are float64. ``ops/headers.py``
-describes messages.
+otherwise; ``mean``, ``invstd`` and messages have it, but ``summed`` messages are float64. ``_ops/headers.py`` describes
+messages.
 
 ==============================  =====================================================================================
 ``batch_norm_stats``            Returns the message in forward: mean and biased variance per channel, the number of

@@ -7,10 +7,10 @@ even size, if there is no caller.
 
 Backward, sums over ranks: ``[sum_g (C) | sum_g_xmu (C) | header_sums]``. The header sums are ``a, a**2, b, b**2, c,
 c**2`` for ``fingerprint = a + b * 2**12 + c * 2**24``; there are none without a fingerprint. The mean of the squares
-equals the square of the mean only if all ranks have the same value.
+over ranks equals the square of the mean only if all ranks sent the same value.
 
 Large groups also send sums forward, in float64: ``[n * mean (C) | n * (var + mean**2) (C) | n | header_sums]``. These
-always have header sums.
+messages always have header sums.
 
 ``csrc/packed_stats.h`` has the same layout.
 """
@@ -50,7 +50,7 @@ def headers_differ(header_sums: Tensor, ranks: int) -> Tensor:
 
 
 def fill(values: Tensor, numbers: Iterable[int | Tensor]) -> None:
-    """Sets ``values`` to ``numbers``: integers, or scalars on the device. Copies from the host would synchronize."""
+    """Sets ``values`` to ``numbers`` (integers, or scalars on the device). Unlike a copy, this does not synchronize."""
     for value, number in zip(values, numbers, strict=True):
         value.fill_(number)
 
@@ -58,7 +58,7 @@ def fill(values: Tensor, numbers: Iterable[int | Tensor]) -> None:
 def record(fault: Tensor | None, happened: Tensor, values: Sequence[Tensor]) -> None:
     """Writes ``values`` to the fault record if a fault ``happened`` and the record is empty.
 
-    On CUDA the read and the write are separate: if the host clears a fault in between, it is written again.
+    On CUDA, reading and writing are separate steps: if the host clears a fault in between, the fault is written again.
     """
     if fault is None:
         return

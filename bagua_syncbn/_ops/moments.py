@@ -23,13 +23,13 @@ class Moments(NamedTuple):
     weight: Tensor
 
     def as_sums(self) -> Tensor:
-        """Returns ``[n * mean (C) | n * (var + mean**2) (C) | n]``, which add up over sets."""
+        """Returns ``[n * mean (C) | n * (var + mean**2) (C) | n]``, which can be added for the union of sets."""
         mean, var, weight = self
         return torch.cat([weight * mean, weight * (var + mean.square()), weight])
 
     @classmethod
     def of_sums(cls, sums: Tensor) -> "Moments":
-        """Returns the moments of a union from the float64 sum of :meth:`as_sums`; 0 without values."""
+        """Returns the moments of a union from the added float64 results of :meth:`as_sums`; 0 if the union is empty."""
         weight = sums[-1:]
         mean, square = (sums[:-1] / weight.clamp(min=_LEAST)).chunk(2)
         return cls(mean, (square - mean.square()).clamp(min=0), weight)

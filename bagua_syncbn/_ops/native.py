@@ -66,7 +66,7 @@ def buffers_are_held() -> bool:
 def hold_buffers(held: bool) -> None:
     """Sets whether ``batch_norm_gather_stats`` skips buffer updates in this thread.
 
-    A recomputed forward skips them, because the first run updated the buffers. The op checks this flag,
+    A recomputed forward skips these updates, because the first run updated the buffers. The op checks this flag,
     because compiled code cannot.
     """
     this_thread.holds_buffers = held

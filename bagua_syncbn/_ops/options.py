@@ -1,7 +1,7 @@
 """Options of a call.
 
-Layers store them as attributes, ranks compare all except the activation, and cache keys contain
-them. A new option is a field here, an attribute and argument of the layer, and an argument of
+Layers store options as attributes, ranks compare all options except the activation, and cache keys contain them. A new
+option is a field here, an attribute and argument of the layer, and an argument of
 :func:`~bagua_syncbn.sync_batch_norm`.
 """
 

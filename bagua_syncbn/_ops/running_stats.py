@@ -1,4 +1,4 @@
-"""Merges the ranks' statistics, updates running buffers, applies eps.
+"""Merges the ranks' statistics, updates running buffers, and applies eps.
 
 ``"plus"`` is torch's ``sqrt(var + eps)``; ``"clamp"`` is ``sqrt(max(var, eps))``: no gradient passes through a variance
 below eps.

@@ -18,7 +18,7 @@ def _fake(
 
 
 def summed_stats(row: Tensor, fingerprint: int | None) -> Tensor:
-    """Returns a ``row`` of statistics, without a header, in the form that ranks sum."""
+    """Converts a ``row`` of statistics (without a header) to a message that ranks sum."""
     header_sums = row.new_empty(HEADER_SUMS_SIZE, dtype=torch.float64)
     fill(header_sums, header_sums_of(fingerprint or 0))
     return torch.cat([Moments.of_row(row.double()).as_sums(), header_sums])

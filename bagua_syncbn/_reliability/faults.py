@@ -16,7 +16,7 @@ CHECKED_AT_ONCE = ("cpu",)
 
 
 class FaultRecord:
-    """Host memory where a group's ops on one type of device record faults; see ``docs/design.md``."""
+    """Host memory where a group's ops on one type of device record faults; see ``README.md``."""
 
     def __init__(self, device_type: str, recent: Collection[tuple[int, CallSignature]]) -> None:
         self.is_checked_at_once, self._recent = device_type in CHECKED_AT_ONCE, recent
@@ -39,8 +39,9 @@ class FaultRecord:
     def raise_if_found(self) -> None:
         """Raises RuntimeError if an op has recorded a fault. Does not wait for a device.
 
-        Clears the kind on devices that are checked after each op; on other devices, later calls raise too. Ops write
-        the kind last and never overwrite a fault: a second fault is not recorded, but its results are NaN.
+        On device types that are checked after each op, this clears the record's kind; on all others, later calls raise
+        too. Ops write the kind last and never overwrite a fault. A second fault is not recorded, but the op's results
+        are NaN.
         """
         kind, first, *headers = self._values
         if not kind:
@@ -67,7 +68,7 @@ def check_ranks() -> None:
 
     On CPU such calls raise immediately. On devices the host does not wait: the output or gradient is NaN, running
     statistics do not change, and a later call raises. Call this function, for example after each epoch, to find all
-    such calls. Does not detect mismatched compiled calls, but their results are NaN.
+    such calls. Mismatched compiled calls are not detected, but their results are NaN.
 
     Raises:
         RuntimeError: ranks made different calls, which the error names; or torch cannot wait for this device.
@@ -103,8 +104,10 @@ def describe(header: Sequence[float], recent: Collection[tuple[int, CallSignatur
 
 
 def differ_text(own: str, calls: Iterable[tuple[int, str]] = ()) -> str:
-    """Returns the error for ranks that made different ``calls``, by rank. If the calls are unknown, the error names
-    this rank's ``own`` call."""
+    """Returns the error message for different ``calls``: (rank, call) pairs.
+
+    If the calls are unknown, the message names this rank's ``own`` call.
+    """
     by_text = ranks_by_text(calls) or [("this rank", own), ("another rank", "another call")]
     return (
         f"sync_batch_norm: ranks made different calls: {'; '.join(f'{ranks}: {call}' for ranks, call in by_text)}; "

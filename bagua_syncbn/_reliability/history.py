@@ -16,7 +16,7 @@ from .signatures import CallSignature, exact_bits
 
 
 class Place:
-    """A place in a group's steps, reached by a sequence of calls. Links to the place after each call made here."""
+    """A node in the graph of a group's call sequences. Links to the next place for each call made here."""
 
     __slots__ = ("after", "caller", "is_backward", "next")
 
@@ -51,7 +51,7 @@ class CallHistory:
 
     @property
     def number(self) -> int:
-        """Number of the next call in headers. Never 0, the number of compiled calls."""
+        """Number of the next call in headers. It is never 0, which is the number of compiled calls."""
         return self.calls % (ops.WORD - 1) + 1
 
     def expected(self) -> CallSignature | None:
@@ -67,9 +67,10 @@ class CallHistory:
         self.recent.append((self.calls, signature))
 
     def _learn(self, signature: CallSignature) -> None:
-        """Predicts ``signature`` for the next time at this place.
+        """Stores ``signature`` as the prediction for the next visit to this place.
 
-        Depends on callers, which all ranks share, but not on the identity of signatures, which caches may recreate.
+        The result depends only on callers, which are equal on all ranks, and not on the identity of signatures, because
+        caches may recreate these.
         """
         place, caller = self.place, signature.caller
         if place.next is not None and place.next.caller == caller:

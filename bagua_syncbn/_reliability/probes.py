@@ -50,7 +50,7 @@ class Probe:
         self._texts = None if text is None else communicator.begin_all_gather(encode(text))
 
     def wait(self) -> list[str] | None:
-        """Waits for peers. Returns None if all raised an error in the same call, else a text for each rank's call."""
+        """Waits for peers. Returns None if all ranks raised in the same call, else descriptions of all ranks' calls."""
         headers = self._headers_in(self._answer.wait())
         texts = None if self._texts is None else decode(self._texts.wait())
         if headers is None:
@@ -58,7 +58,7 @@ class Probe:
         return [describe(header, self._recent) for header in headers] if texts is None else texts
 
     def _headers_in(self, answer: Tensor) -> list[list[float]] | None:
-        """Returns None if all ranks sent this header, else all ranks' headers, or an empty list if summed."""
+        """Returns None if all ranks sent this header, else all ranks' headers (an empty list for sums)."""
         if self._summed:
             differ = headers_differ(answer[-ops.HEADER_SUMS_SIZE :], self._communicator.size)
             return [] if differ.tolist() else None
@@ -69,7 +69,7 @@ class Probe:
 def report_error(process_group: Any, layer: Any, error: Exception) -> None:
     """Makes peers raise: sends a probe instead of this rank's next message, without waiting for the answers.
 
-    The next call reads them. No-op before the first message and during tracing.
+    The next call of this rank reads the answers. No-op before the first message and during tracing.
     """
     if is_tracing() or is_capturing():
         return
@@ -102,7 +102,7 @@ _errors.notify_peers = report_error
 
 
 def leave(communicator: Communicator, what: str, error: BaseException) -> None:
-    """Makes waiting ranks raise, because ``error`` interrupted this rank's call, and it sends no more messages."""
+    """Makes waiting ranks raise, because ``error`` interrupted this rank's call; this rank sends no more messages."""
     if isinstance(communicator, TorchCommunicator):
         communicator.leave(f"rank {communicator.rank} has left the group: {type(error).__name__} in the {what}")
 
@@ -130,7 +130,7 @@ def resume(history: CallHistory) -> None:
 
 
 def encode(text: str) -> Tensor:
-    """Returns a message that contains ``text``."""
+    """Returns ``text`` as a float32 message of fixed size."""
     payload = text.encode("ascii", "replace").ljust(_TEXT_SIZE)
     if len(payload) > _TEXT_SIZE:  # keeps the end of the text, where descriptions are more likely to differ
         payload = payload[: _TEXT_SIZE // 2 - 5] + b" ... " + payload[-_TEXT_SIZE // 2 :]
@@ -138,5 +138,5 @@ def encode(text: str) -> Tensor:
 
 
 def decode(gathered: Tensor) -> list[str]:
-    """Returns all ranks' texts."""
+    """Returns the text of each rank, from the gathered messages of :func:`encode`."""
     return [bytes(row).decode().rstrip() for row in gathered.to(torch.uint8).tolist()]

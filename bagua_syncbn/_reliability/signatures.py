@@ -1,6 +1,6 @@
 """Signatures: the properties of a call that must be equal on all ranks, as integers for headers and as text for errors.
 
-The layout of headers is in ``ops/headers.py``.
+``_ops/headers.py`` describes the layout of headers.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def shared_options(call: Call, options: Options) -> tuple[Any, ...]:
     """Returns values that must be equal on all ranks: the number of channels, whether the input is float64, how running
     statistics are updated ("" by default), and all options except the activation.
 
-    A plain tuple, because torch.compile passes only plain values to untraced functions.
+    The result is a plain tuple, because torch.compile passes only plain values to untraced functions.
     """
     updates = "untracked" if call.buffers.running_mean is None else ""
     if call.accumulate is not None:

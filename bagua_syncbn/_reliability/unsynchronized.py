@@ -1,4 +1,4 @@
-"""A launched job without a process group: each process would train and measure alone, without an error."""
+"""Detects launched jobs without a process group, in which each process would silently train as a single rank."""
 
 import os
 import warnings
@@ -11,7 +11,10 @@ from ..functional import first_call_checks
 
 
 def missing_group(process_group: Any) -> str:
-    """Returns what is missing if a launcher started several ranks, but ``process_group`` means this one; "" if not."""
+    """Describes the missing group if a launcher started several ranks, but ``process_group`` selects only this rank.
+
+    Returns "" otherwise.
+    """
     size, spec = os.environ.get("WORLD_SIZE", "1"), spec_of(process_group)
     is_launched = size.isdecimal() and int(size) > 1
     if not is_launched or rank_and_size()[1] > 1 or spec.given_communicator is not None or spec.rule == 1:

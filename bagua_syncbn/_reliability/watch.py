@@ -49,7 +49,7 @@ def _watch(history_of: ref[CallHistory], ended: Lock, seconds: float, place: str
 
 
 def unfinished_call(history: CallHistory, nccl: str) -> str:
-    """Returns the call that this rank, or else its device, is running; "" if there is none."""
+    """Returns a description of the unfinished call of this rank, or else of its device; "" if there is none."""
     if history.sending is not None:
         return f"{history.sending.text}, call {history.calls + 1}"
     enqueued, completed = nccl_progress(nccl)

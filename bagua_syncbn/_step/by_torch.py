@@ -24,9 +24,9 @@ _WORTHWHILE_INTERLEAVED = 2**22
 def suits_torch(call: Call, options: Options) -> bool:
     """Returns whether F.batch_norm should compute a training call on a single rank: it is exact and fast.
 
-    F.batch_norm supports eps and momentum; all other options but the activation must have their defaults. With
-    ``momentum=None`` the host would have to read the factor. On CPU, torch rounds intermediate values of half inputs:
-    in bfloat16, outputs are off by several units in the last place.
+    F.batch_norm supports eps and momentum; all other options, except the activation, must have their defaults.
+    ``momentum=None`` is not supported, because the host would have to read the factor. On CPU, torch rounds
+    intermediate values of half inputs: in bfloat16, outputs are off by several units in the last place.
     """
     input, buffers = call.input, call.buffers
     supported = Options(options.eps, options.momentum, activation=options.activation)

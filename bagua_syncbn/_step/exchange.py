@@ -36,7 +36,7 @@ class Exchange:
         return 0, None, 0
 
     def send(self, packed: Tensor, which: Pass = "forward", number: int = 0) -> Received:
-        """Returns all ranks' rows in a forward that is not ``summed``; otherwise the sum. May overwrite ``packed``.
+        """Sends ``packed``, and may overwrite it. Returns all ranks' rows in forward (unless ``summed``), else sums.
 
         ``number`` is the number of the call. Call :meth:`check` after the op that reads the result.
         """
@@ -49,7 +49,7 @@ class Exchange:
         return None
 
     def check(self, number: int, rows: Tensor | None = None) -> None:
-        """Raises RuntimeError if the last op found different headers, in ``rows`` or else in sums."""
+        """Raises RuntimeError if the last op found different headers: in ``rows``, or in sums if ``rows`` is None."""
 
     def total(self, values: Tensor, number: int) -> Tensor:
         """Returns the sum over ranks of ``values`` (n), for derivatives of any order of the call ``number``."""

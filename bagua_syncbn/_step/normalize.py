@@ -1,8 +1,8 @@
 """Gathers statistics and normalizes, with a single autograd function.
 
 With an activation, ``y = act(z)`` and ``z = bn(x) + residual``. Backward recomputes ``z`` from x, the residual and the
-statistics. Then ``g = grad_output * act'(z)`` is the gradient of the residual, and replaces ``grad_output`` in the
-formulas without activation.
+statistics. The gradient of the residual is ``g = grad_output * act'(z)``. All other gradients are computed as without
+an activation, from ``g`` instead of ``grad_output``.
 """
 
 from collections.abc import Callable

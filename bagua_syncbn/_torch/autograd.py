@@ -47,7 +47,7 @@ _fake_mode: Callable[[], Any] = partial(torch._C._get_dispatch_mode, torch._C._T
 
 
 class Mode(Enum):
-    """What runs a call."""
+    """How torch runs the current code."""
 
     EAGER = 0
     TRANSFORMED = 1  # torch.func or forward-mode differentiation, in eager code

@@ -20,7 +20,7 @@ device_index: Callable[..., int] = _get_device_index
 
 
 def defined_in(module: str, name: str) -> Any:
-    """Returns ``name`` of ``module``; (), of which nothing is an instance, until the module has been imported.
+    """Returns the class ``name`` of ``module``, for isinstance; () until the module has been imported.
 
     Another thread may be importing the module. Nothing is an instance of a class that the module has not defined yet.
     """
@@ -69,8 +69,8 @@ def is_name_for_tracer() -> bool:
 def check_before_folding(check: Callable[[Any], None]) -> None:
     """Makes ``fuse_conv_bn_eval`` and ``fuse_linear_bn_eval`` call ``check`` with the folded layer.
 
-    Both look up a helper in torch's module at each call, so a wrapper around the helper runs. It finds the layer in
-    their local variable ``bn``.
+    These functions look up a helper in torch's module at each call, so a wrapper around the helper runs. The wrapper
+    finds the layer in the local variable ``bn`` of its caller.
     """
 
     def check_and_fold(fold: Callable[..., Any], *args: Any) -> Any:

@@ -1,8 +1,8 @@
 """Layers with a custom forward: calls of torch's batch normalization are synchronized.
 
-A custom forward may call ``super().forward``, torch's forward through its class, or ``F.batch_norm``. The first reaches
-:class:`SyncBatchNorm` by method resolution. A mode that intercepts torch's functions redirects the other two; it is
-active only inside such a forward.
+A custom forward may call ``super().forward``, torch's forward through its class, or ``F.batch_norm``.
+``super().forward`` reaches :class:`SyncBatchNorm` by method resolution. The other two calls are redirected by a mode
+that intercepts torch's functions and is active only inside such a forward.
 """
 
 import functools
@@ -85,8 +85,11 @@ def _differs_from_torch(layer: SyncBatchNorm) -> bool:
 
 @contextmanager
 def _counted_once(layer: SyncBatchNorm) -> Iterator[None]:
-    """Context manager that restores ``num_batches_tracked`` if the batch is counted elsewhere: in the first run of a
-    checkpoint, or by ``accumulate_statistics``."""
+    """Context manager that keeps a custom forward from counting a batch twice.
+
+    Restores ``num_batches_tracked`` if the first run of a checkpoint has counted the batch, or if
+    ``accumulate_statistics`` will.
+    """
     counter = layer.num_batches_tracked
     is_counted = not torch.compiler.is_compiling() and ops.buffers_are_held()
     is_counted |= any(hasattr(attachment, "counts_batches") for attachment in layer._sync_state.attachments)

@@ -96,8 +96,8 @@ class Replicas:
     def meet(self, rank: int, layer: str, tensors: TensorSequence, compute: Compute) -> TensorSequence:
         """Waits until all replicas make the same call; returns this replica's results.
 
-        Replica 0 calls ``compute`` with all replicas' tensors, in all replicas' streams. If any replica could
-        call it, runs would differ in bits, because autograd orders nodes by thread.
+        Replica 0 calls ``compute`` with all replicas' tensors, in all replicas' streams. Results would not be
+        deterministic if any replica could call it, because autograd orders nodes by thread.
         """
         with self._changed:
             if rank in self._ended:
