@@ -143,6 +143,8 @@ def sync_batch_norm(
     """
     if training is not True:
         check_flag("training", training)
+    if isinstance(activation, (nn.Module, list)):  # may change before the next call, unlike a cached value
+        activation = ops.activation_of(activation)
     buffers = ops.Buffers(running_mean, running_var, num_batches_tracked)
     options = Options(eps, momentum, eps_mode, skip_nonfinite, activation)
     given_mask = NO_MASK if mask is None and zero_masked is False else (mask, zero_masked)

@@ -83,6 +83,18 @@ def test_activations_may_be_modules():
     torch.testing.assert_close(sync_batch_norm(input, None, None, activation=nn.ELU(0.5)), expected)
 
 
+@pytest.mark.parametrize("activation", [nn.LeakyReLU(0.1), ["leaky_relu", 0.1]])
+def test_a_call_uses_the_present_slope_of_an_activation(activation):
+    input = torch.randn(4, 2)
+    for slope in (0.1, 0.1, 0.5):  # the second call is cached
+        if isinstance(activation, nn.Module):
+            activation.negative_slope = slope
+        else:
+            activation[1] = slope
+        expected = F.leaky_relu(F.batch_norm(input, None, None, training=True), slope)
+        torch.testing.assert_close(sync_batch_norm(input, None, None, activation=activation), expected)
+
+
 def test_setting_activation_instead_of_fused_activation_raises():
     with pytest.raises(AttributeError, match="activation: SyncBatchNorm has no such attribute; set fused_activation"):
         SyncBatchNorm(2).activation = "relu"
