@@ -240,7 +240,7 @@ def checks_of(call: Call) -> CallCache:
             state, of_layer = _NO_LAYER, None
         else:
             state = layer.__dict__.get("_sync_state") or layer.__dict__.setdefault("_sync_state", LayerState())
-            of_layer = layer.__class__, layer.momentum, state.origin
+            of_layer = layer.__class__, getattr(layer, "momentum", 0), state.origin
         shape = input.shape
         place = group is None, shape[1]
         key = (

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import bagua_syncbn
-from bagua_syncbn import SyncBatchNorm, SyncBatchNorm1d
+from bagua_syncbn import SyncBatchNorm, SyncBatchNorm1d, functional
 from bagua_syncbn.communicators import LOCAL
 from tests.helpers.fake_packages import DynamicBatchNorm
 from tests.helpers.one_rank import Twin
@@ -156,6 +156,15 @@ def test_classes_that_return_parts_of_tensors_are_not_cached():
         torch.testing.assert_close(layer(input), part(input), rtol=0, atol=0)
         for name, value in part.named_buffers():
             torch.testing.assert_close(getattr(layer, name), value, rtol=0, atol=0)
+
+
+def test_calls_of_a_module_without_momentum_are_cached(monkeypatch):
+    checked, check = [], functional.check_tensors
+    monkeypatch.setattr(functional, "check_tensors", lambda *args: (checked.append(args), check(*args)))
+    module = nn.Module()
+    for _ in range(3):
+        bagua_syncbn.sync_batch_norm(torch.randn(SHAPE), None, None, process_group=LOCAL, layer=module)
+    assert len(checked) == 1
 
 
 INPUTS = {
