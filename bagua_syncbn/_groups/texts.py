@@ -29,7 +29,7 @@ def ranks_by_text(texts: Iterable[tuple[int, str]]) -> list[tuple[str, str]]:
 
 
 def text_of_argument(value: Any) -> str:
-    """Returns the start of the ``repr`` of ``value``, or its type if that has several lines, like a model's."""
+    """Returns the start of ``repr(value)``; the type's name if the repr has several lines, as for models."""
     if isinstance(value, (list, tuple)) and "\n" in repr(value):
         return f"[{', '.join(map(text_of_argument, value)):.200}]"
     text = repr(value)

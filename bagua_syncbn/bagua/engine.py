@@ -67,7 +67,7 @@ class BaguaCommunicator:
 
     @contextmanager
     def _ordered(self) -> Iterator[None]:
-        """Makes the communicator's stream wait for the caller's on entry, and the reverse on exit.
+        """Makes the communicator's stream wait for the caller's stream; at the end, the caller's stream waits.
 
         Messages need no ``record_stream``: the allocator reuses their memory in the caller's stream, which waits.
         """

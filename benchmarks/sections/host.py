@@ -24,7 +24,7 @@ def cases(job: dict[str, Any]) -> list[tuple[Shape]]:
 
 
 class BareStep(torch.autograd.Function):
-    """The five ops and the two messages in minimal Python: no layer, no checks, only this case."""
+    """Runs the five ops and both collectives with minimal Python: no layer, checks or options."""
 
     @staticmethod
     def forward(

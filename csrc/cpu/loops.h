@@ -33,7 +33,8 @@ struct GradientFactors : NormalizeFactors<A> {
 // Required on functions that the loops call, see loops/table.inl.
 #define BAGUA_SYNCBN_IN_LOOPS inline __attribute__((always_inline))
 
-// Arguments of the reduction of g = dy * act'(z). `residual` and `g`, which receives g, may be null.
+// Arguments of the reduction of g = dy * act'(z). `residual` may be null. If `g` is not null, the reduction also stores
+// g there.
 template <typename T>
 struct Gradients {
   const T* dy;

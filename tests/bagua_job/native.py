@@ -233,7 +233,7 @@ def install():
 
     import bagua_syncbn.bagua.engine as ours
 
-    # In a thread, because these processes may not have children (which could outlive them).
+    # Starts a thread instead of a process, which could outlive this one.
     communication.start_autotune_server = start_autotune_thread
     # Bagua's functions reject tensors on torch.device("cpu").
     communication.torch = SimpleNamespace(**vars(torch) | {"device": lambda *_: None})

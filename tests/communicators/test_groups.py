@@ -310,7 +310,7 @@ def test_each_job_resolves_descriptions_again(pool):
 
 @pytest.mark.ranks(2, new_job=True)
 @pytest.mark.parametrize("kind", ["new", "None", "number"])
-def test_after_a_failure_new_groups_work_and_old_ones_say_so(kind):
+def test_after_a_failure_old_groups_raise_and_new_groups_work(kind):
     rank, group = dist.get_rank(), {"new": dist.new_group(), "None": None, "number": 2}[kind]
     model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(1), nn.BatchNorm1d(1, momentum=1.0)))
     with pytest.raises(RuntimeError, match="ranks made different calls"):

@@ -91,7 +91,7 @@ def test_waits_end_at_the_groups_timeout():
 
 
 @pytest.mark.ranks(2)
-def test_peers_get_the_reason_of_a_rank_that_leaves():
+def test_a_rank_that_leaves_sends_the_reason_to_its_peers():
     communicator = communicator_of(dist.new_group())
     if dist.get_rank() == 1:
         communicator.leave("rank 1 has left the group: its disk is full")

@@ -26,7 +26,8 @@ def recalibrate(model, group, batches=BATCHES):
     recalibrate_statistics(model, batches, process_group=group)
 
 
-# Calls of the last rank while its peers merge, or recalibrate with their batches, and parts of their errors.
+# Calls of the last rank while its peers merge statistics (with "batches" in the name: recalibrate), and parts of the
+# errors that the peers raise.
 DIVERGENCES = {
     "merges another model": (
         lambda model, group: merge_statistics(Critic(model[0]), group),
