@@ -6,7 +6,7 @@ _T = TypeVar("_T")
 
 
 class Registry(list[_T]):
-    """Items that modules register when they are imported, in that order."""
+    """Items that modules register, in the order in which the modules are imported."""
 
     def register(self, item: _T) -> _T:
         """Adds ``item`` and returns it, so that it works as a decorator."""

@@ -46,7 +46,7 @@ first_call_checks: Registry[Callable[[Call], bool]] = Registry()
 
 
 def _peers_of_call(*args: Any, **options: Any) -> tuple[Any, Any] | None:
-    """Returns the group and layer of a :func:`sync_batch_norm` call, whose arguments may be invalid."""
+    """Returns the group and layer of a :func:`sync_batch_norm` call; the arguments may be invalid."""
     given = dict(zip(inspect.signature(sync_batch_norm).parameters, args, strict=False)) | options
     return (given.get("process_group"), given.get("layer")) if given.get("training", True) else None
 
@@ -96,8 +96,8 @@ def sync_batch_norm(
     Args:
         input: (N, C, \*), float16, bfloat16, float32 or float64, in any memory format; or a DTensor, with the
             statistics of the whole tensor.
-        running_mean: (C), any float dtype, contiguous in training. In training, None, as for ``running_var``, to track
-            nothing. Updated in place in training if all ranks together have at least two values per channel.
+        running_mean: (C), any float dtype, contiguous in training. In training, pass None here and for ``running_var``
+            to track nothing. Updated in place in training if all ranks together have at least two values per channel.
         running_var: (C), updated like ``running_mean``, with the unbiased variance.
         weight: (C), :math:`\gamma`, any float dtype; None for 1.
         bias: (C), :math:`\beta`, any float dtype; None for 0.
@@ -112,7 +112,7 @@ def sync_batch_norm(
             ``eps`` may be 0 in training. With float32 and half inputs, "clamp" is exact for standard deviations down to
             1e-19, and its second derivatives down to 1e-12; smaller deviations need float64 input or ``eps`` above 0.
         skip_nonfinite: whether to skip the update of the buffers if the batch statistics are infinite or NaN, as in a
-            step that ``GradScaler`` skips. Decided on the device.
+            step that ``GradScaler`` skips. The host does not wait for this decision.
         layer: calling module. Activation checkpointing matches recomputed calls by module and order; all calls without
             a module are treated as calls of one module.
         activation: ``"relu"``, ``"relu6"``, ``"leaky_relu"``, ``"elu"``, ``"silu"``, ``"gelu"``, ``"gelu_tanh"``,
@@ -269,7 +269,7 @@ def checks_of(call: Call) -> CallCache:
 
 
 def _validate(call: Call, key: tuple[Any, ...] | None = None) -> CallCache:
-    """Checks ``call`` and returns the results. Their key is ``key``, or None if they must not be cached."""
+    """Checks ``call`` and returns the results, with the cache key ``key`` (None if they must not be cached)."""
     input, buffers, group, layer, mode = call.input, call.buffers, call.group, call.layer, call.mode
     check_tensors(call[:4], buffers, call.uses_batch, layer)
     has_data = not is_without_data(input)

@@ -41,7 +41,7 @@ SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, SynchronizedBatchNorm3d = _CLA
 def convert_model(module: _Module) -> _Module:
     """Works like :func:`bagua_syncbn.data_parallel.convert_model`, with the classes of this module.
 
-    Subclasses of ``nn.BatchNorm2d`` keep forward and ``eps_mode``, ``"plus"`` by default.
+    Subclasses of ``nn.BatchNorm2d`` keep their forward and their ``eps_mode`` (default: ``"plus"``).
     """
     for child in data_parallel.convert_model(module).modules():
         child.__class__ = _CLASSES.get(type(child), type(child))

@@ -30,7 +30,7 @@ class Communicator(Protocol):
 
 
 class LocalCommunicator:
-    """Communicator of a single rank, which returns its tensors."""
+    """Communicator of a single rank: collectives return their input."""
 
     size = 1
     rank = 0

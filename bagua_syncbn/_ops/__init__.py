@@ -1,8 +1,8 @@
 r"""Five ops of ``torch.ops.bagua_syncbn`` compute the step between messages. They do not communicate.
 
 ``input`` is (N, C, \*), with a dtype in ``DTYPES``. The *accumulate dtype* is float64 for float64 input and float32
-otherwise; ``mean``, ``invstd`` and messages have it, but ``summed`` messages are float64. ``_ops/headers.py`` describes
-messages.
+otherwise; ``mean``, ``invstd`` and messages use it, except that ``summed`` messages are float64. ``_ops/headers.py``
+describes messages.
 
 ==============================  =====================================================================================
 ``batch_norm_stats``            Returns the message in forward: mean and biased variance per channel, the number of
@@ -24,10 +24,10 @@ messages.
                                 ``grad_output``), the op writes to it and returns an empty tensor
 ==============================  =====================================================================================
 
-``activation`` is an index in ``activations.py``; 0 is none. ``mask``, a contiguous bool (N, \*), holds the valid
-positions of all channels. The statistics ignore invalid positions. There, ``batch_norm_backward_elemt`` (without an
-activation) returns ``grad_output * invstd * weight``. Rare arguments are last, because each argument that is passed
-takes half a microsecond.
+``activation`` is an index in ``activations.py``; 0 means no activation. ``mask``, a contiguous bool (N, \*), holds the
+valid positions of all channels. The statistics ignore invalid positions. At invalid positions,
+``batch_norm_backward_elemt`` (without an activation) returns ``grad_output * invstd * weight``. Rare arguments are
+last, because each argument that is passed takes half a microsecond.
 
 ``fault`` is an int64 tensor (8) in host memory, pinned for devices. The first fault stays until the host clears it:
 

@@ -1,6 +1,6 @@
 """Defines the ops of ``torch.ops.bagua_syncbn``: schema, fake kernel, and plain torch for any device.
 
-The names are ATen's. Schemas are defined in Python, so that the ops also exist without the native library.
+The op names match ATen's. Schemas are defined in Python, so that the ops also exist without the native library.
 """
 
 from collections.abc import Callable, Sequence

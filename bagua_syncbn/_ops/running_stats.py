@@ -75,7 +75,7 @@ def _(message: Tensor, buffers: list[Tensor], *_: object) -> list[Tensor]:
 def update_buffers(received: Received, buffers: Buffers, options: Options) -> None:
     """Updates ``buffers`` like :func:`merge_stats`, in a torch.compile graph.
 
-    The op does not mutate its arguments: inductor would move earlier reads of the buffers behind such an op.
+    The op does not mutate its arguments, because inductor would move earlier reads of the buffers behind a mutating op.
     """
     given = [buffer for buffer in buffers if buffer is not None]
     message, summed_over, *_ = received

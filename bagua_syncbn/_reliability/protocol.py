@@ -147,7 +147,7 @@ class RankExchange(Exchange):
     def _disagree(self, own: str, device: torch.device, headers: Sequence[Sequence[float]] = ()) -> NoReturn:
         """Raises RuntimeError for ranks that made different calls; ``own`` describes this rank's call.
 
-        On CPU all ranks in eager code call this and exchange descriptions. On devices, peers may not call this.
+        On CPU, all ranks in eager code call this function and exchange descriptions. On devices, peers may not call it.
         """
         history, communicator = self._history, self.communicator
         history.failure = own

@@ -190,7 +190,7 @@ class _AllReduce(torch.autograd.Function):
 
 
 def once_differentiable(output: Tensor) -> Tensor:
-    """Returns ``output``, for compiled code. Backward with ``create_graph=True`` raises.
+    """Returns ``output`` of compiled code, such that backward with ``create_graph=True`` raises.
 
     Compiled code computes gradients without a graph. ``backend="eager"`` would silently omit second derivatives; other
     backends raise an error anyway.

@@ -96,8 +96,8 @@ def is_capturing() -> bool:
 
 
 def is_exporting() -> bool:
-    """Returns whether torch.export is tracing. In torch 2.10, torch.compiler.is_exporting is True in all
-    compilation."""
+    """Returns whether torch.export is tracing. In torch 2.10, ``torch.compiler.is_exporting()`` is also True under
+    torch.compile."""
     return getattr(torch.compiler, "_is_exporting_flag", False)
 
 

@@ -1,4 +1,4 @@
-"""Both forms of torch.utils.checkpoint, reentrant or not."""
+"""Extends both forms of torch.utils.checkpoint: reentrant and non-reentrant."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,8 +24,8 @@ def observe_checkpoints(region: Callable[[], Any]) -> None:
     class ObservedHook(hook):
         """Context manager around the first run with use_reentrant=False.
 
-        torch creates it in its ``with`` statement, and nothing else refers to it, so the region ends with its life. An
-        ``__exit__`` here could be interrupted by Ctrl-C before torch's, and torch's hooks would remain.
+        torch creates it in its ``with`` statement, and nothing else refers to it, so the region ends when this object
+        is freed. An ``__exit__`` here could be interrupted by Ctrl-C before torch's, and torch's hooks would remain.
         """
 
         def __init__(self, frame: Any) -> None:

@@ -22,7 +22,7 @@ device_index: Callable[..., int] = _get_device_index
 def defined_in(module: str, name: str) -> Any:
     """Returns the class ``name`` of ``module``, for isinstance; () until the module has been imported.
 
-    Another thread may be importing the module. Nothing is an instance of a class that the module has not defined yet.
+    Also returns () if another thread is importing the module and has not defined the class yet.
     """
     return getattr(sys.modules.get(module), name, ())
 
@@ -62,7 +62,7 @@ _TRACE = inspect.unwrap(fx.Tracer.trace).__code__  # torch._dynamo wraps this me
 
 
 def is_name_for_tracer() -> bool:
-    """Returns whether torch.fx called the caller: it asks a module for its name if it traces this module itself."""
+    """Returns whether torch.fx called the caller to get the name of the module that it traces as the root."""
     return sys._getframe(2).f_code is _TRACE
 
 

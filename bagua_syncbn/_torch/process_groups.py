@@ -89,9 +89,9 @@ _unbinding = Lock()
 
 @contextmanager
 def _unbound(world: Any, device: Any) -> Iterator[None]:
-    """Keeps torch from splitting new NCCL communicators off the job's, which would need all ranks of the job.
+    """Keeps torch from creating NCCL communicators by splitting the job's communicator, which involves all ranks.
 
-    It splits them if the default group is bound to a device.
+    torch splits the job's communicator if the default group is bound to a device.
     """
     if device is None:
         yield

@@ -139,7 +139,7 @@ def _replicate(module: nn.Module, optimizers: list[Optimizer], process_group: An
 
 
 def _broadcast_buffers(buffers: Iterable[Tensor], broadcast: Callable[[Tensor], Tensor]) -> None:
-    """Sets all buffers to the source rank's values by ``broadcast``, which returns a uint8 tensor."""
+    """Sets all buffers to the source rank's values with ``broadcast``, which returns a uint8 tensor."""
     for buffer in buffers:
         if buffer.numel():
             # Sends bytes, because neither gloo nor Bagua supports every dtype.

@@ -68,10 +68,12 @@ class Job:
         """Returns the communicator for ``user`` ("layers" or "user"), which members create at the first use.
 
         Each ``given`` group has a separate communicator with the group's backend and timeout, which is destroyed with
-        the group. The default is the job's group. Layers get LOCAL for a single rank.
+        the group. By default, backend and timeout are those of the job's group. Layers get LOCAL for a single
+        rank.
 
-        torch's ``new_group`` numbers groups per job, which involves all ranks, or per rank, where members that have
-        created different numbers of groups wait forever. Instead, members agree on the group's name.
+        torch's ``new_group`` names groups by number. If it counts groups per job, all ranks must take part; if it
+        counts per rank, members that have created different numbers of groups wait forever. Instead, members agree
+        on the group's name.
 
         Args:
             creates: if False, returns None if the communicator does not exist yet.

@@ -37,7 +37,7 @@ _MOST_VALUES = {torch.float32: 2**14, torch.float64: 2**13}
 def _through_memory(name: str, kind: int) -> Any:
     """Returns the method ``name``, which sends small messages on CPU through shared memory, and others as collectives.
 
-    The exchange is inlined, because it is in every forward and backward.
+    The exchange is inlined, because every forward and backward runs it.
     """
     collective = getattr(TorchCommunicator, name)
 
@@ -166,7 +166,7 @@ _library.impl("exchange", _exchange_by_name, "CPU")
 
 
 def layers_communicator(group: Any, meeting: Meeting) -> TorchCommunicator:
-    """Returns the layers' communicator for a new group, through shared memory if possible. All ranks call this.
+    """Returns the layers' communicator for a new group, through shared memory if possible. All ranks must call this.
 
     Raises:
         RuntimeError: a rank did not answer within the group's timeout.

@@ -88,7 +88,7 @@ def _derived_class(cls: Any) -> type[SyncBatchNorm]:
 
 
 def _after(cls: Any) -> Callable[..., Any]:
-    """Returns a method that calls the next forward after ``cls.forward``."""
+    """Returns a method that calls the forward that follows ``cls`` in the method resolution order."""
     return lambda layer, *args, **kwargs: super(cls, layer).forward(*args, **kwargs)
 
 

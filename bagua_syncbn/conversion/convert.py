@@ -153,7 +153,7 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
 
 
 def _check_can_revert(layer: SyncBatchNorm, cls: type[nn.Module]) -> None:
-    """Raises unless ``cls`` computes what ``layer`` computes: checks contexts, frozen statistics and options.
+    """Raises unless ``cls`` computes the same outputs as ``layer``: checks contexts, frozen statistics and options.
 
     Options set by the layer's class are not checked: that class chose ``cls`` as ``local_class``.
     """

@@ -22,7 +22,7 @@ def register_converter(cls: type[nn.Module], converter: Converter | None) -> Non
 
     Use it for classes that conversion would refuse or not recognize. ``converter`` returns the new class, which must
     define the attributes that :class:`SyncBatchNorm` uses and the layer lacks. The layer remains the same object, so
-    the new class can read the layer's options. The layer keeps its process group, in any attribute.
+    the new class can read the layer's options. The layer keeps its process group, whichever attribute stores it.
     Subclasses of ``cls`` are not affected.
 
     Args:
@@ -39,7 +39,7 @@ def register_converter(cls: type[nn.Module], converter: Converter | None) -> Non
         >>> register_converter(fairscale.experimental.nn.SyncBatchNorm, lambda layer: bagua_syncbn.SyncBatchNorm)
         >>> register_converter(inplace_abn.InPlaceABNSync, lambda layer: None)  # continues to synchronize itself
 
-    docs/migrating.md has classes for layers of several packages.
+    docs/migrating.md contains examples for layers of several packages.
     """
     if not isinstance(cls, type) or not issubclass(cls, nn.Module) or issubclass(cls, SyncBatchNorm):
         got = text_of_argument(cls)

@@ -66,7 +66,7 @@ def conversion_report(module: nn.Module, *, filter: Filter | None = None) -> Con
 
     The report has a line for each batch normalization layer, for each module that is refused with all its children,
     such as a TorchScript module, and for each skipped module that resembles batch normalization. Lines of synchronized
-    layers also report their activation, and :func:`freeze_statistics`.
+    layers also report a fused activation and frozen statistics (:func:`freeze_statistics`).
 
     Args:
         module: the model, converted or not, wrapped or not.

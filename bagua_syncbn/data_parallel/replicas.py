@@ -72,7 +72,8 @@ class Replicas:
         self._ended: set[int] = set()
 
     def watch(self, rank: int, module: nn.Module) -> None:
-        """Observes the call of ``module``, replica ``rank``. When it ends, peers that wait for this replica raise."""
+        """Observes the call of ``module``, replica ``rank``. When the call ends, peers that wait for this replica
+        raise."""
         call: Any = WeakMethod(module._call_impl)  # a reference cycle would delay freeing the replica
 
         def watched(*args: Any, **kwargs: Any) -> Any:

@@ -146,7 +146,7 @@ class DataParallelWithCallback(nn.DataParallel):  # pyrefly: ignore[implicit-any
 def _replica(network: _Module, device: torch.device, rank: int) -> _Module:
     """Returns a copy of ``network`` on ``device`` that passes gradients on to the parameters of ``network``.
 
-    Like torch's replicas, it has tensors instead of parameters; only replica 0 shares the buffers.
+    Like torch's replicas, the copy has tensors instead of parameters; only replica 0 shares the buffers of ``network``.
     """
     tensors: dict[Any, Any] = {parameter: parameter.view_as(parameter).to(device) for parameter in network.parameters()}
     buffers = {buffer: buffer.to(device, copy=True) for buffer in network.buffers()} if rank > 0 else {}
@@ -162,8 +162,8 @@ def _replica(network: _Module, device: torch.device, rank: int) -> _Module:
 def patch_replication_callback(data_parallel: nn.DataParallel[Any]) -> None:
     """Turns ``data_parallel`` into a :class:`DataParallelWithCallback`, in place.
 
-    ``data_parallel`` is a :class:`torch.nn.DataParallel`. If it belongs to a subclass, the new class inherits from
-    both. Raises TypeError for other objects.
+    ``data_parallel`` is a :class:`torch.nn.DataParallel`. The new class of an instance of a subclass inherits from this
+    subclass and from :class:`DataParallelWithCallback`. Raises TypeError for other objects.
     """
     if not isinstance(data_parallel, nn.DataParallel):
         raise TypeError(f"data_parallel: expected a torch.nn.DataParallel, got {type(data_parallel).__name__}")

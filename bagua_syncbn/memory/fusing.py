@@ -50,7 +50,7 @@ def fuse_activations(module: _Module) -> _Module:
     A layer is fused if the next module in a container with the forward of :class:`torch.nn.Sequential` is a supported
     torch activation, except a sigmoid; :class:`torch.nn.Identity`, and dropout with ``p=0``, may be in between. A
     pass-through replaces the activation in the container, so names and state dict stay the same. Copies and files keep
-    both.
+    the fusion.
 
     Layers in several places of ``module``, layers with a custom forward, and modules with hooks or compiled with
     ``compile()`` are skipped. If an activation's class has a patched ``forward``, the patch is ignored. Call this on
@@ -116,7 +116,7 @@ def _pairs_in(model: nn.Module) -> Iterator[tuple[SyncBatchNorm, nn.Module, nn.M
 
 
 def _up_to_activation(modules: list[Any]) -> list[nn.Module]:
-    """Returns ``modules`` up to the first activation if the modules before it are no-ops; otherwise, none."""
+    """Returns ``modules`` up to the first activation if the modules before it are no-ops; otherwise []."""
     for at, module in enumerate(modules):
         if type(module) in _ACTIVATIONS:
             return modules[: at + 1]

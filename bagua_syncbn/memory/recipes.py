@@ -96,7 +96,7 @@ class _Recipe:
     def of(self, tensor: Tensor, activation: ops.Activation | None) -> _Recomputed | None:
         """Returns the recipe for ``tensor``, the output or an ``activation`` of it; None if it was written to.
 
-        The write by an in-place activation itself does not count.
+        Ignores the write of an in-place activation itself.
         """
         shares_memory = tensor.untyped_storage()._cdata == self._storage
         is_in_place = shares_memory and activation is not None

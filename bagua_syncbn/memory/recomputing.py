@@ -73,8 +73,8 @@ def recompute_outputs(module: _Module | None = None, *, enabled: bool = True) ->
 def _recomputing_class(cls: Any) -> Any:
     """Returns a subclass of ``cls`` that recomputes outputs in its calls.
 
-    A subclass rather than a pair of hooks: torch does not call forward hooks after Ctrl-C in the forward. Not an
-    instance attribute either: copies and replicas would call the forward of the original module.
+    A pair of hooks would not work, because torch does not call forward hooks after Ctrl-C in the forward. With an
+    instance attribute, copies and replicas would call the forward of the original module.
     """
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -69,7 +69,7 @@ def masked(
         model: the model, wrapped or not.
         mask: a mask as for :func:`sync_batch_norm`, for all inputs (N, C, \\*) that it fits.
         rule: function for other input sizes, for example after a strided convolution: ``rule(mask, shape)`` returns
-            the mask of an input of this shape, or None to use all positions. Usually called once per shape,
+            the mask of an input of this shape, or None to use all positions. ``rule`` is usually called once per shape,
             until the mask changes.
         zero_masked: whether outputs are 0 at masked positions, as for :func:`sync_batch_norm`.
 

@@ -40,8 +40,8 @@ def merge_statistics(module: nn.Module, process_group: ProcessGroupLike = None, 
         v = \frac{1}{n} \sum_r n_r \left( v_r + (m_r - m)^2 \right), \qquad n = \sum_r n_r
 
     Rank :math:`r` has ``running_mean`` :math:`m_r`, ``running_var`` :math:`v_r`, and :math:`n_r`, which is
-    ``num_batches_tracked`` times ``weight``. If no rank has counted a batch, ``weight`` alone decides. A
-    synchronized group has the total weight of its ranks.
+    ``num_batches_tracked`` times ``weight``. If no rank has counted a batch, ranks are weighted with ``weight``. Ranks of
+    a synchronized group add their weights.
 
     Counters do not change, so training can continue: with ``momentum=None``, repeated merges give the mean over all
     batches of all ranks. Layers without running statistics and frozen layers (:func:`freeze_statistics`) are skipped.
@@ -112,7 +112,7 @@ def merged_over_ranks(
 ) -> dict[str, Moments]:
     """Returns each layer's moments over all ranks, given this rank's ``own`` moments by layer name.
 
-    ``remedy`` ends the error for results that are not finite.
+    ``remedy`` is the last part of the error message for results that are not finite.
 
     Raises:
         RuntimeError: a peer makes a call other than ``what``, or has different layers; a result is not finite.

@@ -40,8 +40,8 @@ def mean_over_ranks(
 
     .. math:: \frac{W}{n} \sum_i v_{r,i}, \qquad n = \sum_r n_r
 
-    Average the results before you log the loss. A rank without samples returns 0, which also requires a gradient; this
-    rank must run backward too. If no rank has samples, :math:`n` is 1. In one process the result is the mean.
+    To log the loss, average the results of all ranks. A rank without samples returns 0, which also requires a gradient;
+    this rank must run backward too. If no rank has samples, :math:`n` is 1. In one process the result is the mean.
 
     Counts are summed in float64, in a single message; backward does not communicate. The host does not wait for the
     device: if the ranks' calls differ, the result on CUDA is NaN, and a later call raises. In compiled code, the result
@@ -128,8 +128,8 @@ def sum_over_ranks(
     """Returns the float64 sum of ``packed`` (n) over the ranks of ``communicator``, with equal bits on all ranks.
 
     ``what`` (the name of the call in errors), the class of ``module`` and ``details`` must be equal on all ranks. On
-    CPU a mismatch raises. On devices it raises if ``module`` is given, which makes the host wait; otherwise the sum is
-    NaN, and a later call raises if the device has a fault record.
+    CPU a mismatch raises. On devices a mismatch raises if ``module`` is given, which makes the host wait; otherwise the
+    sum is NaN, and a later call raises if the device has a fault record.
     """
     if communicator.size == 1:
         return packed

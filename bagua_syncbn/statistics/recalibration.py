@@ -47,8 +47,8 @@ def recalibrate_statistics(
     names it.
 
     Parameters, modes, ``num_batches_tracked``, hooks, process groups and random states do not change; after an
-    exception, statistics do not either. Tensors in plain attributes keep what forward writes to them. Memory does not
-    grow with the number of batches.
+    exception, statistics do not either. Tensors in plain attributes are not restored if forward writes to them. Memory
+    does not grow with the number of batches.
 
     Args:
         module: the converted model, wrapped or not.

@@ -1,6 +1,7 @@
 """DTensor inputs: each rank computes on its shards, with the statistics of the whole tensor.
 
-torch.distributed.tensor takes a second to import. It is never imported here: a DTensor exists only after that import.
+This module never imports torch.distributed.tensor, which takes a second: if a DTensor exists, user code has imported
+it.
 """
 
 from __future__ import annotations

@@ -107,9 +107,9 @@ def measure_batch_noise(
     frames. Repeated calls of a layer count as more samples.
 
     The model runs in evaluation mode, without communication. Parameters, buffers, modes and random states do not
-    change. Tensors in plain attributes keep what forward writes to them, even if they share memory with a buffer.
-    Ranks may have different numbers of batches. Train a new model for some steps first: noise depends on parameters and
-    running statistics.
+    change. Tensors in plain attributes are not restored if forward writes to them, even if they share memory with a
+    buffer. Ranks may have different numbers of batches. Train a new model for some steps first: noise depends on
+    parameters and running statistics.
 
     Args:
         module: the model in training mode, wrapped or not, converted or not. Layers in evaluation mode are skipped.

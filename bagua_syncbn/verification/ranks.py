@@ -49,7 +49,7 @@ class Peers:
         return result  # pyrefly: ignore[unbound-name]
 
     def gather(self, value: _T) -> list[_T]:
-        """Returns the ``value`` of each rank, with tensors on CPU, as leaves that require a gradient as before."""
+        """Returns the ``value`` of each rank. Tensors become leaves on CPU, with the same ``requires_grad``."""
         copied = lambda tensor: tensor.detach().cpu().clone().requires_grad_(tensor.requires_grad)  # noqa: E731
         value = pytree.tree_map_only(Tensor, copied, value)
         gathered = [value] * self.size

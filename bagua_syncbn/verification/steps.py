@@ -31,7 +31,7 @@ _RELATIVE, _OF_LARGEST = 1e-7, 1e-12
 
 
 class Twins:
-    """Communicator of two ranks with equal messages, without a job. Accepts a single value per channel."""
+    """Communicator that simulates a second rank with equal messages, so that one value per channel is accepted."""
 
     size, rank = 2, 0
 

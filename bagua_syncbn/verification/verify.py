@@ -67,8 +67,8 @@ def verify_synchronization(
     Args:
         model: in training mode, with or without DistributedDataParallel. Call this function before ``fully_shard`` and
             :func:`with_bagua`, because the model is copied.
-        batch: the batch of this rank: tensors in nested tuples, lists and dicts. Copies of tensors that require a
-            gradient also do.
+        batch: the batch of this rank: tensors in nested tuples, lists and dicts. Copied tensors require a gradient if
+            the original does.
         loss: called with an unwrapped copy of the model and a batch; returns a scalar tensor. It must call this copy,
             and may communicate only through :func:`mean_over_ranks`.
         process_group: the ranks that take part, as for :func:`sync_group`; None for the whole job.
@@ -148,7 +148,7 @@ def _check(model: Any, loss: Any, merge: Any) -> None:
 
 
 def _state_of(model: nn.Module) -> dict[str, Any]:
-    """Returns modes, and digests of parameters and buffers, which ranks can compare."""
+    """Returns modes, and digests of parameters and buffers, for comparison between ranks."""
     state: dict[str, Any] = {f"mode of module {name!r}": module.training for name, module in model.named_modules()}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         state[name] = tensor.dtype, tensor.shape, digest(tensor)
