@@ -39,7 +39,7 @@ class FaultRecord:
     def raise_if_found(self) -> None:
         """Raises RuntimeError if an op has recorded a fault. Does not wait for a device.
 
-        On device types that are checked after each op, this clears the record's kind; on all others, later calls raise
+        On device types that are checked after each op, the record is cleared; on other device types, later calls raise
         too. Ops write the kind last and never overwrite a fault. A second fault is not recorded, but the op's results
         are NaN.
         """

@@ -35,7 +35,8 @@ _MOST_VALUES = {torch.float32: 2**14, torch.float64: 2**13}
 
 
 def _through_memory(name: str, kind: int) -> Any:
-    """Returns the method ``name``, which sends small messages on CPU through shared memory, and others as collectives.
+    """Returns the method ``name``, which sends small messages on CPU through shared memory and all other messages
+    through collectives.
 
     The exchange is inlined, because every forward and backward runs it.
     """

@@ -56,9 +56,9 @@ def convert_sync_batchnorm(
         module: the model, which may be a single layer.
         process_group: the ranks to synchronize, see :data:`~bagua_syncbn.ProcessGroupLike`. None preserves existing
             process groups; the default is all ranks of the job.
-        filter: called with the name of a layer, as in ``named_modules``, and the layer; False skips the layer. It is
-            called even for layers that conversion would refuse. A shared layer is converted if any of the names returns
-            True.
+        filter: called with the name of a layer, as in ``named_modules``, and the layer; False skips the layer.
+            ``filter`` is called even for layers that conversion would refuse. A shared layer is converted if any of the
+            names returns True.
         skip_nonfinite: True sets ``skip_nonfinite`` of all these layers, see :class:`SyncBatchNorm`.
 
     Returns:
@@ -73,7 +73,7 @@ def convert_sync_batchnorm(
         RuntimeError: an unsynchronized layer is in a data parallel model; ``process_group`` is a mesh of several
             dimensions.
 
-    If it raises, ``module`` is unchanged. It warns if no layer is converted, and if layers named like batch
+    If it raises, ``module`` is unchanged. Warns if no layer is converted, and if layers named like batch
     normalization are not derived from torch's and not registered with :func:`register_converter`.
 
     Example::
@@ -173,7 +173,7 @@ def _check_can_revert(layer: SyncBatchNorm, cls: type[nn.Module]) -> None:
 
 
 def change_class(layer: nn.Module, cls: type[SyncBatchNorm]) -> None:
-    """Changes the class of ``layer`` to ``cls``. The layer keeps its process group, also for revert."""
+    """Changes the class of ``layer`` to ``cls``. The layer keeps its process group, which a later revert restores."""
     if not isinstance(layer, SyncBatchNorm) and "process_group" in vars(layer):
         group = vars(layer).pop("process_group")
         with suppress(TypeError):  # a value specific to the layer's class: an error in training; revert restores it

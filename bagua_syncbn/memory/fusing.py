@@ -66,7 +66,7 @@ def fuse_activations(module: _Module) -> _Module:
     Raises:
         TypeError: ``module`` is not a module.
 
-    It warns if no layer can be fused.
+    Warns if no layer can be fused.
 
     Example::
 

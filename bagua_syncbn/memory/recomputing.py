@@ -27,7 +27,7 @@ def recompute_outputs(module: _Module | None = None, *, enabled: bool = True) ->
     anyway. The values are bitwise equal, because the same kernels run on the same input. In a single process, the
     layers use the kernels of this package instead of :func:`torch.nn.functional.batch_norm`.
 
-    This stores as little as `In-Place Activated BatchNorm (Rota Bulò, Porzi and Kontschieder, 2018)
+    Recomputation stores as little as `In-Place Activated BatchNorm (Rota Bulò, Porzi and Kontschieder, 2018)
     <https://arxiv.org/abs/1712.02616>`__, which stores the activation's output and inverts the activation.
 
     Outputs are stored in evaluation, under :func:`torch.no_grad`, in compiled code, inside saved-tensor hooks such as
@@ -35,8 +35,8 @@ def recompute_outputs(module: _Module | None = None, *, enabled: bool = True) ->
     recomputed output as input.
 
     Args:
-        module: a model that will recompute outputs. This changes its class, which copies and files keep. None
-            returns a context manager for forward passes in this thread; backward can run outside the context.
+        module: a model that will recompute outputs. The call changes the model's class, which copies and files keep.
+            None returns a context manager for forward passes in this thread; backward can run outside the context.
         enabled: False to turn it off for ``module``. :func:`revert_sync_batchnorm` also turns it off.
 
     Returns:

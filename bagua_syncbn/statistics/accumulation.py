@@ -70,12 +70,12 @@ def accumulate_statistics(model: nn.Module) -> Iterator[None]:
 
     Enter the context around all forward passes of the step. Outputs and gradients do not change: each micro-batch is
     normalized with separate statistics. On exit, buffers are updated as if all micro-batches were a single batch, and
-    ``num_batches_tracked`` increases by 1. This needs no additional communication. A layer stores 2C + 2 values for any
-    number of micro-batches.
+    ``num_batches_tracked`` increases by 1. Accumulation needs no additional communication. A layer stores 2C + 2 values
+    for any number of micro-batches.
 
     With ``skip_nonfinite``, buffers do not change if the statistics of any micro-batch are not finite. After an
-    exception inside the context, no buffer changes. In nested contexts, the outermost context updates the buffers. It
-    warns if ``model`` has no synchronized layer.
+    exception inside the context, no buffer changes. In nested contexts, the outermost context updates the buffers.
+    Warns if ``model`` has no synchronized layer.
 
     Args:
         model: the model, wrapped or not. All ranks of a group must enter the context for the same layers.

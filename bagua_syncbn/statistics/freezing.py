@@ -40,7 +40,7 @@ def freeze_statistics(module: _Module, filter: Filter | None = None) -> _Module:
             normalization layer is not synchronized, or is lazy and uninitialized.
         ValueError: a layer has no running statistics.
 
-    After these errors, ``module`` is unchanged. It warns if there is no layer to freeze. ``reset_running_stats`` of a
+    After these errors, ``module`` is unchanged. Warns if there is no layer to freeze. ``reset_running_stats`` of a
     frozen layer raises RuntimeError, and so does :func:`torch.optim.swa_utils.update_bn`, which calls it; use
     :func:`recalibrate_statistics`. :func:`revert_sync_batchnorm` refuses frozen layers.
 
@@ -97,7 +97,7 @@ def unfreeze_statistics(module: _Module, filter: Filter | None = None) -> _Modul
 
 
 def _unchanged_on_error(layers: Iterable[SyncBatchNorm]) -> AbstractContextManager[None]:
-    """Context manager that restores all layers if the block raises, also Ctrl-C."""
+    """Context manager that restores all layers if the block raises, including Ctrl-C."""
     before = [(layer, layer._sync_state.frozen_mode, layer.training) for layer in layers]
 
     def undo() -> None:

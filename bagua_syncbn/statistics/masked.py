@@ -78,7 +78,7 @@ def masked(
             shape, or ``zero_masked`` not a bool.
 
     A layer raises TypeError if the mask is not bool, and RuntimeError if it does not fit the input and there is no
-    rule. It warns if ``model`` has no synchronized layer.
+    rule. Warns if ``model`` has no synchronized layer.
 
     Example::
 

@@ -40,8 +40,8 @@ def merge_statistics(module: nn.Module, process_group: ProcessGroupLike = None, 
         v = \frac{1}{n} \sum_r n_r \left( v_r + (m_r - m)^2 \right), \qquad n = \sum_r n_r
 
     Rank :math:`r` has ``running_mean`` :math:`m_r`, ``running_var`` :math:`v_r`, and :math:`n_r`, which is
-    ``num_batches_tracked`` times ``weight``. If no rank has counted a batch, ranks are weighted with ``weight``. Ranks of
-    a synchronized group add their weights.
+    ``num_batches_tracked`` times ``weight``. If no rank has counted a batch, each rank has the weight ``weight``. Ranks
+    of a synchronized group add their weights.
 
     Counters do not change, so training can continue: with ``momentum=None``, repeated merges give the mean over all
     batches of all ranks. Layers without running statistics and frozen layers (:func:`freeze_statistics`) are skipped.
@@ -62,9 +62,8 @@ def merge_statistics(module: nn.Module, process_group: ProcessGroupLike = None, 
         RuntimeError: ranks make different calls, or have different layers; merged statistics are not finite;
             ``WORLD_SIZE`` is above 1, but no process group was initialized. In these cases, no buffer is updated.
 
-    It warns if no layer has running statistics, or if :class:`~torch.nn.parallel.DistributedDataParallel` broadcasts
-    buffers in forward, so that only rank 0 contributes. It is a no-op outside of jobs and for models on the meta
-    device.
+    Warns if no layer has running statistics, or if :class:`~torch.nn.parallel.DistributedDataParallel` broadcasts
+    buffers in forward, so that only rank 0 contributes. No-op outside of jobs and for models on the meta device.
 
     Example::
 

@@ -61,7 +61,7 @@ def mean_over_ranks(
     Shape:
         - Output: scalar, in the dtype of ``values``; sums are computed in float32 or float64.
 
-    It warns if ``WORLD_SIZE`` is above 1, but no process group was initialized.
+    Warns if ``WORLD_SIZE`` is above 1, but no process group was initialized.
 
     Raises:
         TypeError: ``values`` is not a plain floating point tensor, ``mask`` not a bool tensor, or ``count`` not

@@ -35,11 +35,11 @@ def recalibrate_statistics(
     """Recomputes running statistics from the given batches of all ranks (precise batch normalization).
 
     Averaged weights (e.g. :class:`torch.optim.swa_utils.AveragedModel`) have no running statistics, and statistics from
-    training lag behind the weights. This runs ``batches`` without gradients, and sets the statistics of each layer to
-    the mean and the unbiased variance of the layer's inputs in all calls on all ranks.
+    training lag behind the weights. This function runs ``batches`` without gradients, and sets the statistics of each
+    layer to the mean and the unbiased variance of the layer's inputs in all calls on all ranks.
 
     Layers normalize each batch as in training, but locally: ranks communicate only once before and once after the pass.
-    Results depend on batch sizes, so use batches as large as the training batches of all ranks together. They do not
+    Results depend on batch sizes, so use batches as large as the training batches of all ranks together. Results do not
     depend on the distribution of batches over ranks; a rank may have no batch.
 
     All other modules run in evaluation mode, so dropout is off. Frozen layers (:func:`freeze_statistics`) do not

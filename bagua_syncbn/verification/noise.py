@@ -129,7 +129,7 @@ def measure_batch_noise(
             ``process_group`` does not fit the job.
         RuntimeError: another rank raised; ``WORLD_SIZE`` is above 1, but no process group was initialized.
 
-    It warns if a layer has never updated its running statistics.
+    Warns if a layer has never updated its running statistics.
 
     Example::
 

@@ -23,7 +23,7 @@ from .steps import Comparison, Loss, Twins, differences, joined, tensor_kind
 class Verdict:
     """Result of :func:`~bagua_syncbn.verify_synchronization`, equal on all ranks.
 
-    It is true if the ranks equal one process.
+    The verdict is true if the ranks equal one process.
     """
 
     ranks: int
@@ -69,8 +69,8 @@ def verify_synchronization(
             :func:`with_bagua`, because the model is copied.
         batch: the batch of this rank: tensors in nested tuples, lists and dicts. Copied tensors require a gradient if
             the original does.
-        loss: called with an unwrapped copy of the model and a batch; returns a scalar tensor. It must call this copy,
-            and may communicate only through :func:`mean_over_ranks`.
+        loss: called with an unwrapped copy of the model and a batch; returns a scalar tensor. ``loss`` must call this
+            copy, and may communicate only through :func:`mean_over_ranks`.
         process_group: the ranks that take part, as for :func:`sync_group`; None for the whole job.
         merge: merges a list of all ranks' batches. None concatenates tensors along their first dimension; all other
             values must be equal on all ranks.
