@@ -106,7 +106,7 @@ _histories = WeakIdKeyDictionary()
 
 
 def history_in(communicator: Communicator) -> CallHistory:
-    """Returns the history of the group of ``communicator``."""
+    """Returns the call history of the communicator's group."""
     group = getattr(communicator, "group", communicator)
     history: CallHistory | None = _histories.get(group)
     if history is None:

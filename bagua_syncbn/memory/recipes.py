@@ -2,8 +2,8 @@
 
 A layer saves the input x; later operations save the output y, or an activation of y. Output and activation are
 elementwise functions of x, so the recipe is x, the layer's factors, and the activation. Outputs are identified by their
-autograd nodes: the recipe is stored at the node of y, an activation's node has the formula and links to that node, and
-a write to y changes the version or the node.
+autograd nodes. The node of y stores the recipe; an activation's node contains the formula and links to the node of y. A
+write to y changes the version or the node.
 """
 
 from collections.abc import Callable, Iterator, Sequence
