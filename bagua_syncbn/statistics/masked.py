@@ -33,8 +33,8 @@ class _ModelMask:
 
     def masking(self, input: Tensor) -> Masking | None:
         # Not cached for fake tensors, or in other modes: later calls cannot use those tensors.
-        is_inference = self.mask.is_inference() or torch.is_inference_mode_enabled()
-        if is_inference or type(input) is not Tensor or current_mode() is not Mode.EAGER:
+        is_plain = current_mode() is Mode.EAGER and type(input) is Tensor
+        if not is_plain or torch.is_inference_mode_enabled() or self.mask.is_inference():
             return self._new_masking(input)
         key = input.shape, input.device, self.mask._version
         if key not in self.maskings:
