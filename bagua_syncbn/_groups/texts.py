@@ -14,7 +14,7 @@ def text_of_ranks(ranks: Iterable[int]) -> str:
 
 
 def ranks_by_text(texts: Iterable[tuple[int, str]]) -> list[tuple[str, str]]:
-    """Groups (rank, text) pairs, in ascending order of ranks, by text; returns (ranks, text) pairs for messages.
+    """Groups ranks with equal texts. Takes (rank, text) pairs in ascending order; returns pairs of strings.
 
     Returns at most eight pairs; if there are more, the last pair combines all remaining texts.
     """

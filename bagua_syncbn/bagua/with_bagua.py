@@ -104,7 +104,7 @@ def with_bagua(
 
 
 def _check_algorithm(algorithm: Any) -> None:
-    """Raises ValueError unless ``algorithm`` averages gradients in each step, as torch does."""
+    """Raises ValueError unless ``algorithm`` averages gradients in each step, which is all that torch supports."""
     cls = algorithm if isinstance(algorithm, type) else type(algorithm)
     name = repr(algorithm) if isinstance(algorithm, str) else cls.__name__
     is_allreduce = name == "GradientAllReduceAlgorithm"

@@ -182,8 +182,8 @@ def _keep_to_the_end(*kept: Any) -> "torch.futures.Future[None]":
     """Keeps objects alive until the returned future gets a result, even after the interpreter has shut down.
 
     Without it, ``destroy_process_group`` would wait in the group's destructor for a collective that peers never join.
-    A global list would not help, because Python destroys its objects at exit. So a future and its callback reference
-    each other in C++, invisible to the garbage collector.
+    A global list would not help, because Python destroys its objects at exit. Instead, a future and its callback
+    reference each other in C++, where the garbage collector does not find them.
     """
     future: torch.futures.Future[None] = torch.futures.Future()
     future.then(lambda _: (future, kept))

@@ -64,7 +64,7 @@ class _Recomputed:
         self._tensor: Tensor | None = None
 
     def pack(self, saved: Tensor | None = None) -> Callable[[], Tensor]:
-        """Returns a function that returns the tensor, or the view ``saved`` of it."""
+        """Returns a function that recomputes the tensor; if ``saved`` is a view, the function returns this view."""
         self._packed += 1
         if saved is None or saved._base is None:
             return partial(self._unpack, None)
