@@ -23,7 +23,7 @@ from .derivatives import differentiable_batch_norm, gradients_of, once_different
 def batch_statistics(input: Tensor, call: Call, norm: Normalization) -> Statistics:
     """Gathers the statistics of all ranks' inputs, and updates the buffers of ``call``.
 
-    ``input`` is the input of ``call``, outside of the autograd graph.
+    ``input`` is the input of ``call``; autograd does not record the statistics.
     """
     exchange, options = norm.exchange, norm.options
     assert exchange is not None

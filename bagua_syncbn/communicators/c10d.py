@@ -62,9 +62,9 @@ class TorchCommunicator:
     A layer with this communicator as its ``process_group`` uses this group even if other code sends messages through
     it.
 
-    The communicator does not keep the group alive, because stored outputs keep the communicator alive, and the threads
-    of a group that outlives ``destroy_process_group`` abort the process at exit. Compiled code stores only the group's
-    name.
+    The communicator does not keep the group alive: stored outputs reference the communicator, and if they kept the
+    group alive after ``destroy_process_group``, the group's threads would abort the process at exit. Compiled code
+    stores only the group's name.
     """
 
     __slots__ = ("__weakref__", "_group", "name", "rank", "size")

@@ -26,7 +26,8 @@ def patch_torch_converter() -> ExitStack:
     converted models stay converted.
 
     Returns:
-        The patch, with a method ``close()`` that restores torch's converter and layer, or those of an outer patch.
+        The patch. Its method ``close()`` restores torch's converter and layer, or the outer patch if patches are
+        nested.
 
     Example::
 
