@@ -127,7 +127,7 @@ LEGITIMATE = {
     "calls that repeat": Program("a a b b backward a b backward", step="a a b b backward a b backward"),
     "no backward on any rank": Program("a b c", step="a b c"),
     "call numbers that wrap": Program(
-        prepare=lambda model: setattr(history_in(model.a.process_group), "calls", ops.WORD - 7)
+        prepare=lambda model: setattr(history_in(model.a.process_group), "calls", ops.WORD - 3)
     ),
 }
 

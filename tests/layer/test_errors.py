@@ -67,13 +67,12 @@ INPUTS = [
     ),
 ]
 
-# Valid arguments, and changes that make one of them invalid.
+# Valid arguments. test_cached_call.py tests tensors of a wrong class, dtype, device or size.
 VALID = {
     **{name: ONES.clone() for name in ("running_mean", "running_var", "weight", "bias")},
     "num_batches_tracked": torch.tensor(0),
     "residual": X,
 }
-ALTERED = [lambda tensor: tensor.to("meta"), torch.Tensor.bool, lambda tensor: torch.stack([tensor, tensor])]
 
 # Invalid arguments of the function, in training.
 ARGUMENTS = [
@@ -94,11 +93,6 @@ ARGUMENTS = [
         ValueError,
         "num_batches_tracked: expected a tensor",
         {"running_mean": -ONES, "running_var": ONES, "momentum": None},
-    ),
-    *(
-        ((TypeError, RuntimeError), f"{name}: expected .*, got", VALID | {name: alter(VALID[name])})
-        for name in VALID
-        for alter in ALTERED
     ),
     (ValueError, "input: expected at least 2 dimensions, .* got 1", {"input": ONES}),
     (TypeError, "process_group: expected", {"process_group": "host"}),

@@ -122,6 +122,13 @@ def test_derivatives_equal_numerical_ones(options, training, mask):
     assert torch.autograd.gradgradcheck(call, tensors, check_fwd_over_rev=True, **checked)
 
 
+def test_masked_values_do_not_reach_tangents():
+    layer, mask, tangent = SyncBatchNorm(3).double(), draw(5, 1, 2, seed=3) > 0, draw(5, 3, 2, seed=4)
+    inputs = [draw(5, 3, 2, seed=1).where(mask, value) for value in (torch.nan, 0)]
+    tangents = [jvp(lambda x: layer(x, mask=mask), (input,), (tangent,))[1] for input in inputs]
+    torch.testing.assert_close(*(each[mask.expand(5, 3, 2)] for each in tangents))
+
+
 @pytest.mark.ranks(2)
 def test_batched_gradients_over_ranks_raise():
     layer = SyncBatchNorm(3, dtype=torch.float64)
