@@ -181,6 +181,18 @@ def test_on_a_device_the_divergence_is_named_and_the_group_stops(groups, name):
         assert sent == 0
 
 
+@pytest.mark.ranks(2)
+def test_after_a_divergence_on_a_device_errors_send_nothing():
+    """Peers may have stopped sending."""
+    with patch.object(faults, "CHECKED_AT_ONCE", ()), own_model() as model:
+        for eps in (1e-5, 1e-5, 1e-3):
+            model.a.eps = eps if is_odd() else 1e-5
+            message_of(lambda: model.run("a"))
+        with collectives() as sent:
+            assert "int64" in message_of(lambda: model.a(torch.ones(4, 8, dtype=torch.int64)))
+        assert sent.total() == 0
+
+
 @pytest.mark.parametrize("name", LEGITIMATE)
 def test_legitimate_differences_are_accepted(pool, name):
     assert pool.run(run_program, 2, name, 1) == ["finished"] * 2
