@@ -49,8 +49,8 @@ def _inputs(vector: int) -> list[_Input]:
     center = {2: 2**6, 4: 2**15, 8: 1}[vector]  # means that require a precise variance
     return [
         _Input((2, 3, 768 * vector + 1), scale=30),  # bias gradients overflow float16
-        # The second row has a slot more than if it were aligned. The first of three parts has no valid positions.
-        _Input((1, 2, 1537 * vector - 2), offset=1, center=center, padding=1030 * vector),
+        # The second row has a slot more than if it were aligned. The first part has no valid positions.
+        _Input((1, 2, 1535 * vector - 2), offset=1, center=center, padding=1290 * vector),
         _Input((3, 5, 8 * vector)),
         _Input((450, 3, 7)),  # too short for vectors
         _Input((3, 5, 7)),
@@ -63,7 +63,7 @@ def _inputs(vector: int) -> list[_Input]:
         _Input((25400, 17), center=center, only_reduces=True),
         _Input((2, 1, 8450 * vector + 1), only_reduces=True),  # 33 parts of a planar channel, more than a warp
         # Each thread reads a full batch of vectors.
-        _Input((1, 264, 128 * vector - 3), only_reduces=True),
+        _Input((1, 264, 127 * vector), offset=1, only_reduces=True),
     ]
 
 
