@@ -110,7 +110,7 @@ def run(command: list[str | Path], folder: Path, **environment: str) -> str:
 
 
 def train(python: Path, folder: Path, kernels: str, warning: str = "") -> str:
-    """Trains in ``folder``; checks the beginnings of the kernels and the warning; returns the output."""
+    """Trains in ``folder`` and returns the output. Checks that kernels and warning begin with the given texts."""
     printed = run([python, "-c", TRAIN], folder)
     assert printed.splitlines()[-1].startswith(kernels), printed
     assert f"RuntimeWarning: bagua_syncbn {warning}" in printed if warning else "RuntimeWarning" not in printed, printed

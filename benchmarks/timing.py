@@ -57,7 +57,7 @@ def run_round(workload: Workload, names: list[str], calls: dict[str, int], timer
 
 
 def plan(workload: Workload, job: dict[str, Any], timer: Timer) -> tuple[dict[str, int], int]:
-    """Warms up. Returns the calls per sample, and as many rounds as fit the job's time budget, within its limits."""
+    """Warms up. Returns each function's calls per sample, and the number of rounds that fit the job's time budget."""
     names = list(workload)
     for _ in range(2):
         run_round(workload, names, {}, timer)

@@ -29,7 +29,7 @@ _WANTED = os.environ.get("BAGUA_SYNCBN_EXCHANGE", "shared")
 if _WANTED not in ("shared", "collectives"):
     raise ImportError(f'BAGUA_SYNCBN_EXCHANGE: expected "shared" or "collectives", got {_WANTED!r}')
 
-# As in csrc/exchange/segment.h: kinds of messages, and 64 KiB by dtype. All ranks agree, compiled or not.
+# Kinds of messages, and the most values in 64 KiB; equal to csrc/exchange/segment.h. Compiled ranks agree too.
 GATHER, SUM = 0, 1
 _MOST_VALUES = {torch.float32: 2**14, torch.float64: 2**13}
 

@@ -91,7 +91,7 @@ def _unfuse(module: nn.Module) -> None:
         for key, part in container._modules.items():
             if isinstance(part, FusedActivation):
                 container._modules[key] = part.activation.train(part.training)
-                if part.layer.fused_activation == activation_of(part.activation):  # not set since
+                if part.layer.fused_activation == activation_of(part.activation):  # the user has not changed it
                     del part.layer.fused_activation
 
 
@@ -126,7 +126,7 @@ def _up_to_activation(modules: list[Any]) -> list[nn.Module]:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Returns whether a call of ``module`` only calls the forward of its class."""
+    """Returns whether calling ``module`` runs only the forward of its class, without hooks."""
     hooks = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
     return not any(hooks) and module._compiled_call_impl is None and "forward" not in vars(module)
 

@@ -92,7 +92,7 @@ def recalibrate_statistics(
     merged = merged_over_ranks(_NAME, module, own, communicator, "check batches and parameters for infinities and NaN")
     counts = {name: moments.weight.item() for name, moments in merged.items()}
     if layers and not any(counts.values()):
-        raise ValueError("batches: expected a non-empty batch on some rank, got none that reaches a layer")
+        raise ValueError("batches: expected a non-empty batch on some rank, got no input to any layer")
     kept = [name for name, count in counts.items() if count < 2]
     if kept:
         warn(f"{_NAME}: no batch reached these layers, which keep their statistics: {', '.join(kept)}", stacklevel=3)

@@ -143,7 +143,7 @@ def measure_batch_noise(
     names = dict.fromkeys(name for own in by_rank for name in own)
     found = {name: [input for own in by_rank for input in own.get(name, [])] for name in names}
     if not found:
-        raise ValueError("batches: expected a non-empty batch on some rank, got none that reaches a layer")
+        raise ValueError("batches: expected a non-empty batch on some rank, got no input to any layer")
     largest = max(len(features) for inputs in found.values() for features, *_ in inputs)
     layers = tuple(_noise(name, inputs) for name, inputs in found.items())
     return BatchNoise(layers, largest if samples is None else samples, ranks.size, limit)

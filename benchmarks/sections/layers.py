@@ -1,4 +1,4 @@
-"""Section layers: layers on ranks; all peers run in turn in the same processes on the same batch."""
+"""Section layers: single layers of all packages, timed in turn in the same rank processes on the same batch."""
 
 import itertools
 import math

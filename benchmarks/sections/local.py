@@ -26,7 +26,7 @@ SHAPES: tuple[Shape, ...] = (
     (2, 32, 48, 48, 48),
     (32, 256, 56, 56),
 )
-# Input sizes that each op must read or write; 2 for a copy.
+# Memory traffic of each op, in sizes of the input; a copy has 2: one read and one write.
 MOVED = {"stats": 1, "elemt": 2, "backward_reduce": 2, "backward_elemt": 3}
 
 

@@ -141,7 +141,7 @@ class HostCommunicator:
 
 
 class HostBucket:
-    """``bagua_core.BaguaBucketPy`` with exact averages or sums; the averages of ``async`` are no-ops."""
+    """``bagua_core.BaguaBucketPy``: exact averages or sums. Asynchronous operations are no-ops."""
 
     def __init__(self, name, tensors):
         self.name, self.tensors, self.operations = name, tensors, []

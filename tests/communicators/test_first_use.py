@@ -145,7 +145,7 @@ def test_an_interrupted_first_use_ends_on_all_ranks(new_jobs, store, number):
     new_jobs.run(interrupted_first_use, 2, store, number)
 
 
-def test_a_late_rank_accepts_the_outcome():
+def test_a_rank_that_timed_out_accepts_a_completed_exchange():
     """Rank 0 completes the exchange while rank 1 describes its timeout."""
     store = dist.HashStore()
     first, late = (Meeting(store, "test", rank, (0, 1), timedelta(minutes=1 - rank), "a test") for rank in (0, 1))

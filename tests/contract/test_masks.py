@@ -170,7 +170,7 @@ FIRST_CALLS = {
 
 @pytest.mark.parametrize("first", FIRST_CALLS)
 @pytest.mark.parametrize("make_mask", [padding, partial(in_inference_mode, padding)])
-def test_a_model_mask_has_second_derivatives_after_a_call_in(first, make_mask):
+def test_a_first_call_in_another_mode_keeps_second_derivatives_with_a_model_mask(first, make_mask):
     layer, leaf = make_layer(3), draw((4, 3, 5))[0].requires_grad_()
     with masked(layer, make_mask(5, 3)):
         FIRST_CALLS[first](layer, leaf.detach())

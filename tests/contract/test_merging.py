@@ -41,7 +41,7 @@ class Model(nn.Module):
             layer(input.to(layer.weight.dtype))
 
 
-# Numbers of batches by rank, and whether counters count them (else they are 0).
+# `batches` has a number of batches per rank. If not `is_counted`, num_batches_tracked is reset to 0.
 @pytest.mark.parametrize(("batches", "is_counted", "convert"), [
     pytest.param((2, 1, 3), False, False, marks=pytest.mark.ranks(3)),
     pytest.param((2, 1, 0, 5), True, True, marks=pytest.mark.ranks(4)),

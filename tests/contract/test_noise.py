@@ -86,7 +86,7 @@ def state_of(own):
 
 
 @pytest.mark.ranks(3)
-def test_ranks_measure_like_one_process_without_changes_of_the_model():
+def test_ranks_measure_the_noise_of_one_process_and_keep_the_model_unchanged():
     is_first = lambda name, _: name == "1"  # noqa: E731
     frozen = bagua_syncbn.freeze_statistics(model(filter=is_first), filter=is_first)
     for own, names in ((model(), "14"), (model(filter=lambda *_: False), "14"), (frozen, "4")):

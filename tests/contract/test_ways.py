@@ -59,7 +59,7 @@ def test_recomputation_uses_the_original_call(pool, checkpoint, way):
     check(pool, *cases(way, (2, 0, 3), checkpoint=checkpoint))
 
 
-def test_recomputation_in_all_other_checkpoints_and_ways_uses_the_original_call(pool):
+def test_recomputation_uses_the_original_call_in_rarer_combinations(pool):
     others = {(checkpoint, "forward") for checkpoint in CHECKPOINTED}
     others |= {("reentrant", "function"), ("non-reentrant", "recomputed")}
     check(pool, *(case for checkpoint, way in sorted(others) for case in cases(way, (2, 0, 3), checkpoint=checkpoint)))

@@ -118,7 +118,7 @@ def wrapped():
     return layer
 
 
-# Functions that reject a model because of its last layer, that layer, and the error.
+# Each row: a function, a layer that makes it refuse the model, and the error.
 REFUSED = [
     (partial(convert_sync_batchnorm, process_group=1), partial(FixedGroup, 2), AttributeError, "process_group"),
     (convert_sync_batchnorm, scripted, TypeError, "RecursiveScriptModule '2'; convert, then script"),

@@ -16,7 +16,7 @@ def torch_functions():
     return functions, [inspect.signature(f) for f in (nn.SyncBatchNorm, nn.SyncBatchNorm.convert_sync_batchnorm)]
 
 
-def test_the_patch_keeps_signatures_and_ends():
+def test_the_patch_keeps_signatures_and_is_undone_by_close():
     before, signatures = torch_functions()
     outer = patch_torch_converter()
     patched = torch_functions()

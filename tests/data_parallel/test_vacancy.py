@@ -17,7 +17,7 @@ CLASSES = [vacancy.SynchronizedBatchNorm1d, vacancy.SynchronizedBatchNorm2d, vac
 TORCHS = [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d]
 
 
-def test_only_training_replicas_clamp():
+def test_only_replicas_in_training_clamp_the_variance():
     model, given = build(eps=1e-3), draw_step(7)
     synchronized = convert_model(copy.deepcopy(model))
     clamped = bagua_syncbn.convert_sync_batchnorm(copy.deepcopy(model))

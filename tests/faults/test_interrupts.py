@@ -179,7 +179,7 @@ X = draw(4, 3)
 
 
 class Borrowed:
-    """A model in steady state, whose state and training steps a temporary change must not affect."""
+    """A model after some steps. A temporary change must not affect its state or its next steps."""
 
     def __init__(self):
         torch.manual_seed(0)
@@ -204,7 +204,7 @@ class Borrowed:
         return parts, states, list(map(id, self.model.buffers())), thread, random_states, spec_of(None) is EVERYONE
 
     def step(self, call=None):
-        """Returns the results of a step with the statistics of the beginning, which sends at least four messages."""
+        """Returns the results of a step that starts from the initial buffers. Checks that the step is synchronized."""
         self.model.load_state_dict(self.before)
         sent = self.group.sent
         results = step(self.model, X, call=call)
@@ -213,7 +213,7 @@ class Borrowed:
 
 
 def interrupted_anywhere(run, places):
-    """Yields each line of ``run`` in these files and a :class:`Borrowed`, for which ``run`` was interrupted there."""
+    """Interrupts ``run`` at each line in the files ``places``. Yields the line and that run's :class:`Borrowed`."""
     for number in itertools.count(1):
         borrowed, is_interrupted = Borrowed(), False
         with interrupted(number, places) as seen:

@@ -171,7 +171,7 @@ def check_merge(
 
 
 def check_activation(ops: Any, activation: Activation, dtype: torch.dtype) -> None:
-    """Compares values and derivatives with torch in both layouts, including kinks and NaN; float32 is not exact."""
+    """Compares an activation and its derivative with torch, in both layouts, also at kinks and for NaN."""
     act, tolerance = (activation.code, activation.parameter), 1e-14 if dtype == torch.float64 else 1e-6
     z = torch.cat([torch.linspace(-9, 9, 1600), torch.tensor([-3, 0, 3, 6, 89, -89, 1e3, -1e3, 1e-6])]).double()
     for given in (z.view(1, 1, -1).expand(1, 2, -1).contiguous(), z.view(1, -1).expand(3, -1).contiguous()):
@@ -208,7 +208,7 @@ def check_not_finite(ops: Any, input: Tensor, value: float, place: int) -> None:
 
 
 def check_last_of_many(ops: Any, shape: tuple[int, ...], device: str) -> None:
-    """Checks a constant input with a different last value, too large for a comparison with the reference."""
+    """Checks an input too large for the reference: all values are equal, except the last."""
     input = torch.ones(shape, dtype=torch.bfloat16, device=device)
     input.view(-1)[-1] = 2
     channels, count = shape[1], input.numel() // shape[1]

@@ -24,7 +24,7 @@ class NoBagua:
 
 @contextmanager
 def imported(**bagua):
-    """Imports bagua_syncbn.contrib as if ``bagua`` contained Bagua's installed modules."""
+    """Imports bagua_syncbn.contrib in a process where only the modules in ``bagua`` (by name) exist of Bagua."""
     with patch.dict(sys.modules), patch.object(sys, "meta_path", [NoBagua, *sys.meta_path]):
         for name in [name for name in sys.modules if f"{name}.".startswith(("bagua.", "bagua_syncbn.contrib."))]:
             del sys.modules[name]

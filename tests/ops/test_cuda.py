@@ -21,7 +21,7 @@ SPLIT = (1, 1, 40000)  # a shape whose reductions are split
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "sliced", "transposed"])
 def test_gradients_are_written_to_given_tensors(emulated, layout):
-    """The gradient of the input is computed in place, the residual's in any layout."""
+    """Input gradients are computed in place; residual gradients are written in any layout."""
     input, grad_output = torch.randn(2, 2, 16, 5, 6).unbind()
     ones, sums, count = torch.ones(16), torch.randn(32), torch.tensor(60)
     for own in ("contiguous", "channels_last"):

@@ -144,7 +144,7 @@ def test_float32_sums_of_headers_are_exact(ranks):
     from bagua_syncbn._reliability.signatures import exact_bits
 
     hashes = [hash((layer * 2**24 + 1, call, 5)) for layer, call in ((0, 1), (1, 0), (2**24 - 1, 77))]
-    headers = {tuple(header_sums_of(number & exact_bits(ranks))) for number in (*hashes, -1)}  # -1 has all bits
+    headers = {tuple(header_sums_of(number & exact_bits(ranks))) for number in (*hashes, -1)}  # -1: all bits are set
     assert len(headers) == 4
     for header in map(torch.tensor, headers):
         total = torch.zeros(6)

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.reference_too
 
 
 def arguments(name, shape=(4, 3, 5), dtype=torch.float32, parameter_dtype=None, weight=True):
-    """Sample arguments for the op that ``name`` begins with; the rest of ``name`` selects optional arguments."""
+    """Returns sample arguments. ``name`` is an op's name, and optionally a space and a set of optional arguments."""
     channels = shape[1]
     accumulate = ops.accumulate_dtype(dtype)
     input, grad_output = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)

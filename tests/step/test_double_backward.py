@@ -30,7 +30,7 @@ def test_second_derivatives_equal_one_process(pool, splits):
 
 @pytest.mark.parametrize("splits", SPLITS, ids=str)
 def test_third_derivatives_equal_one_process(pool, splits):
-    # With momentum=None, a single process uses the kernels of ranks.
+    # With momentum=None, F.batch_norm does not compute the reference.
     for options in ({"momentum": None}, {"momentum": None} | CLAMP):
         check(pool, Case(splits, (3, 2), torch.float64, options=options, order=3))
 

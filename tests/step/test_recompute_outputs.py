@@ -162,7 +162,7 @@ READERS = [nn.ReLU(), SyncBatchNorm(4), nn.Flatten()], [nn.Flatten(), nn.Linear(
 
 
 @pytest.mark.parametrize("readers", READERS, ids=str)
-def test_outputs_that_layers_read_through_activations_and_views_are_not_kept(readers):
+def test_outputs_behind_activations_and_views_are_recomputed(readers):
     model, batch = nn.Sequential(SyncBatchNorm(4), *readers), torch.randn(5, 4, 3)
     assert kept(model, batch) == 1
     assert kept(recompute_outputs(model), batch) == 0

@@ -67,7 +67,7 @@ def test_an_environment_variable_with_an_unknown_value_is_refused(variable):
     assert done.stderr.endswith(", got 'sse9'\n")
 
 
-def test_plain_torch_instead_of_the_library_explains_why_there_is_no_shared_memory(monkeypatch):
+def test_info_explains_why_plain_torch_uses_no_shared_memory(monkeypatch):
     monkeypatch.setenv("BAGUA_SYNCBN_KERNELS", "reference")
     reason = "BAGUA_SYNCBN_KERNELS=reference, which loads no native library"
     assert collect_info()["exchange_on_one_host"] == f"collectives: {reason}"
