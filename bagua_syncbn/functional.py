@@ -242,7 +242,7 @@ def checks_of(call: Call) -> CallCache:
             state = layer.__dict__.get("_sync_state") or layer.__dict__.setdefault("_sync_state", LayerState())
             of_layer = layer.__class__, getattr(layer, "momentum", 0), state.origin
         shape = input.shape
-        place = group is None, shape[1]
+        slot = group is None, shape[1]
         key = (
             options, uses_batch, ready, accumulate is None, mean is var, of_layer,
             input.__class__, input.dtype, input.device, input.layout,
@@ -254,7 +254,7 @@ def checks_of(call: Call) -> CallCache:
             var is None or (var.__class__, var.dtype, var.device, var.shape, var.stride()),
             batches is None or (batches.__class__, batches.dtype, batches.device, batches.shape),
         )  # fmt: skip
-        cached = state.caches.get(place)
+        cached = state.caches.get(slot)
         if cached is not None and cached.key == key:
             return cached
     except (AttributeError, IndexError, RuntimeError, ValueError):  # an invalid tensor, or an option that is an array
@@ -264,7 +264,7 @@ def checks_of(call: Call) -> CallCache:
     if checked.key is not None and (group is None or ready is not None):
         if len(state.caches) == _MOST_CACHES:
             state.caches.clear()
-        state.caches[place] = checked
+        state.caches[slot] = checked
     return checked
 
 

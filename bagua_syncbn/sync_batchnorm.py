@@ -114,7 +114,7 @@ class SyncBatchNorm(_BatchNorm):
         activation: str | tuple[str, float] | nn.Module | None = None,
     ) -> None:
         spec = spec_of(process_group)
-        options = checked_options(Options(eps, momentum, eps_mode, skip_nonfinite, activation), training=False)
+        options = checked_options(Options(eps, momentum, eps_mode, skip_nonfinite, activation), uses_batch=False)
         vars(self)["_sync_state"] = LayerState(spec)  # torch's constructor calls reset_running_stats, which reads it
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
         if affine and not bias:  # torch before 2.13 has no such argument

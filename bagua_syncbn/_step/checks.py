@@ -76,7 +76,7 @@ def check_dimensions(input: Tensor) -> None:
         raise ValueError(f"input: expected at least 2 dimensions, (N, C, *), got {input.dim()}")
 
 
-def checked_options(options: Options, training: bool) -> Options:
+def checked_options(options: Options, uses_batch: bool) -> Options:
     """Returns ``options`` with their activation as an :class:`~bagua_syncbn._ops.Activation`.
 
     Raises:
@@ -86,7 +86,7 @@ def checked_options(options: Options, training: bool) -> Options:
     if not isinstance(eps_mode, str) or eps_mode not in ("plus", "clamp"):
         raise ValueError(f'eps_mode: expected "plus" or "clamp", got {eps_mode!r}')
     check_number("eps", eps)
-    is_positive = training and eps_mode == "plus"
+    is_positive = uses_batch and eps_mode == "plus"
     if not 0 <= eps < inf or (is_positive and eps == 0):  # also rejects NaN
         bound = "above 0 in training" if is_positive else "of at least 0"
         raise ValueError(f"eps: expected a finite number {bound}, got {eps}")
@@ -99,7 +99,7 @@ def checked_options(options: Options, training: bool) -> Options:
     return options if activation is given else options._replace(activation=activation)
 
 
-def check_tensors(tensors: Tensors, buffers: ops.Buffers, training: bool, layer: nn.Module | None) -> None:
+def check_tensors(tensors: Tensors, buffers: ops.Buffers, uses_batch: bool, layer: nn.Module | None) -> None:
     """Raises if a tensor argument of a call of ``layer`` is invalid."""
     input, weight, bias, residual = tensors
     running_mean, running_var, counter = buffers
@@ -123,7 +123,7 @@ def check_tensors(tensors: Tensors, buffers: ops.Buffers, training: bool, layer:
             if tensor.size() == (getattr(layer, "num_features", None),):
                 raise RuntimeError(f"input: expected {tensor.size(0)} channels, got {input.size(1)}")
             raise RuntimeError(f"{name}: expected {input.size(1)} elements, one per channel, got {list(tensor.size())}")
-        if training and name.startswith("running") and not tensor.is_contiguous():
+        if uses_batch and name.startswith("running") and not tensor.is_contiguous():
             raise RuntimeError(f"{name}: expected a contiguous tensor in training, got stride {tensor.stride()}")
     if (running_mean is None) != (running_var is None):
         raise ValueError("running_mean, running_var: expected both or neither, got one of them")
