@@ -107,7 +107,7 @@ def tensor_parallel_model():
 
 
 def train_tensor_parallel():
-    """Shards parameters over "dp", and activations over "tp": by channels in the first layer, by samples in the last."""
+    """Shards parameters over "dp", and activations over "tp": by channels first, by samples in the last layer."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = convert_sync_batchnorm(tensor_parallel_model())
     model[1].process_group = mesh["dp"]  # the last layer synchronizes all ranks
