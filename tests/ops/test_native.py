@@ -1,8 +1,6 @@
 """Rounding, reproducibility and memory of the CPU kernels. test_values.py compares values."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,6 +11,7 @@ from bagua_syncbn import _ops as ops
 from bagua_syncbn._ops.activations import activation_of
 from tests.helpers.cases import laid_out
 from tests.helpers.comparison import check_last_of_many
+from tests.helpers.workers import run_fresh
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("BAGUA_SYNCBN_KERNELS") == "reference", reason="BAGUA_SYNCBN_KERNELS=reference asks for plain torch"
@@ -104,8 +103,7 @@ def test_the_loops_of_lower_instruction_sets_agree_with_plain_torch(capability):
         from bagua_syncbn._cuda.comparison import find_difference
         print(ops.KERNELS, [find_difference(ops, torch.device("cpu"), dtype) for dtype in ops.DTYPES])
     """
-    environment = os.environ | {"BAGUA_SYNCBN_CPU_CAPABILITY": capability}
-    printed = subprocess.check_output([sys.executable, "-c", program], env=environment, text=True)
+    printed = run_fresh(program, BAGUA_SYNCBN_CPU_CAPABILITY=capability).stdout
     assert printed == f"native, cpu: {capability} [None, None, None, None]\n"
 
 
