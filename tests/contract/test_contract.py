@@ -122,7 +122,7 @@ def draw_case(ranks, seed):
     )
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", rows([1, 2, 3, 4], [2, 3]))
 @pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 400), marks=pytest.mark.slow)], ids=str)
 def test_ranks_equal_one_process_in_drawn_cases(groups, ranks, seeds):
     for seed in range(seeds.start, seeds.stop, 20):

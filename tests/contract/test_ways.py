@@ -36,9 +36,9 @@ def cases(way, splits, evaluates=True, checkpoint=""):
             yield Case(splits, (3, 2, 5), torch.float64, **given, **options)
 
 
-ON_RANKS = [
-    pytest.param(way, marks=() if way == "compiled" else pytest.mark.reference_too) for way in WAYS if way != "replicas"
-]
+# `make test` compiles options in test_compile.py, test_masks.py and test_freeze.py.
+MARKS = {"compiled": pytest.mark.all_rows}
+ON_RANKS = [pytest.param(way, marks=MARKS.get(way, pytest.mark.reference_too)) for way in WAYS if way != "replicas"]
 
 
 @pytest.mark.parametrize("way", ON_RANKS)

@@ -117,7 +117,8 @@ def test_derivatives_equal_numerical_ones(options, training, mask):
         parameters = {"weight": weight, "bias": bias}
         return functional_call(layer, parameters, (input, residual), {"mask": mask})
 
-    checked = {"check_batched_grad": True, "fast_mode": "activation" in options}
+    # In one process, only momentum=None usually runs the kernels of ranks.
+    checked = {"check_batched_grad": True, "fast_mode": options != {"momentum": None}}
     assert torch.autograd.gradcheck(call, tensors, check_forward_ad=True, **checked)
     assert torch.autograd.gradgradcheck(call, tensors, check_fwd_over_rev=True, **checked)
 
