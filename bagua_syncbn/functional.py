@@ -262,7 +262,7 @@ def checks_of(call: Call) -> CallCache:
     checked = _validate(call, key)
     # Not cached if this call created the group: the next call may run in another job.
     if checked.key is not None and (group is None or ready is not None):
-        if len(state.caches) == _MOST_CACHES:
+        if len(state.caches) >= _MOST_CACHES:
             state.caches.clear()
         state.caches[slot] = checked
     return checked
