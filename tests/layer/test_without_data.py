@@ -111,6 +111,16 @@ def test_a_call_without_data_on_one_rank_sends_nothing_and_is_not_counted(withou
         dist.destroy_process_group(group)
 
 
+@pytest.mark.parametrize("without_data", WITHOUT_DATA)
+def test_a_call_without_data_does_not_accumulate(without_data):
+    model, plain = convert_sync_batchnorm(plain_model()), plain_model()
+    with bagua_syncbn.accumulate_statistics(model):
+        without_data(model, nn.Module.__call__)
+        model(X)
+    plain(X)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict())
+
+
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_shapes_are_those_of_torch(memory_format):
     input = torch.empty(2, 3, 4, 4, device="meta").to(memory_format=memory_format)
