@@ -59,7 +59,7 @@ build/sanitize/built: $(VENV)/installed-test $(SOURCES) $(shell find bagua_syncb
 # Each case in one dtype; most cases with activations only in float32, because all access memory in the same way.
 sanitize-emulated: build/sanitize/built
 	$(SANITIZED) tests/ops/test_cuda.py tests/ops/test_values.py tests/ops/test_headers.py \
-		-k 'test_cuda or (emulated and (float32 or (bfloat16 and not activations)))'
+		-k 'test_cuda or (emulated and (float32 or (torch.float16 and not activations)))'
 
 SANITIZED_CASES := not emulated and not reference and not aten and not instruction_set and not temporaries and \
 	not one_process and (float32 or not activations)
