@@ -22,14 +22,14 @@ from ._step.hooks import hooks
 from ._step.layer_state import CallCache, LayerState
 from ._step.masks import masking_of
 from ._step.normalize import batch_statistics, normalize
-from ._torch.autograd import Mode, as_number, current_mode, is_fake, is_without_data
+from ._torch.autograd import as_number, current_mode, is_fake, is_without_data
 
 _PLAIN_CLASSES = Tensor, nn.Parameter
 
 
 def make_plain_exchange(call: Call, options: Options, communicator: Communicator) -> Exchange:
     """Returns the exchange of a call and of later calls with the same cache key."""
-    is_traced = call.mode is Mode.COMPILED
+    is_traced = call.mode == "compiled"
     if is_traced:
         as_number(call.input.size(1))  # makes the size a constant: backward cannot take a symbolic size
     return Exchange(communicator, is_traced)
@@ -160,10 +160,10 @@ def batch_norm(call: Call) -> Tensor:
         output = compute_special(call)
         if output is not None:
             return output
-        if is_fake(input) and mode is Mode.EAGER:  # outside of its FakeTensorMode
-            mode = Mode.FAKE
+        if is_fake(input) and mode == "eager":  # outside of its FakeTensorMode
+            mode = "fake"
             call = call._replace(mode=mode)
-        elif isinstance(input, Tensor) and mode is not Mode.COMPILED:
+        elif isinstance(input, Tensor) and mode != "compiled":
             if has_torch_function_unary(input):
                 # The output gets the input's class, and the attributes that this class copies.
                 compute_plain = lambda plain: batch_norm(call._replace(input=plain))  # noqa: E731
@@ -171,14 +171,14 @@ def batch_norm(call: Call) -> Tensor:
             # The class has no __torch_function__, or torch has disabled it (inside another __torch_function__).
             if type(input).__torch_dispatch__ is Tensor.__torch_dispatch__:
                 return batch_norm(call._replace(input=input.as_subclass(Tensor)))
-    prepare = None if mode is Mode.COMPILED else hooks.prepare
+    prepare = None if mode == "compiled" else hooks.prepare
     norm = _prepare(call) if prepare is None else prepare(call, partial(_prepare, call))
     if isinstance(norm, ByTorch):
         return norm.normalize(input, call.weight, call.bias, call.residual)
     if norm.statistics is None:
         return _transformed(call, norm)
     output = normalize(input, call.weight, call.bias, call.residual, norm)
-    if mode is not Mode.COMPILED and hooks.see_output is not None:
+    if mode != "compiled" and hooks.see_output is not None:
         hooks.see_output(output, *call[:4], norm)
     return output
 
@@ -193,9 +193,9 @@ def _prepare(call: Call) -> Normalization | ByTorch:
     """
     input, mode = call.input, call.mode
     try:
-        checked = checks_of(call) if mode is Mode.EAGER else _validate(call)
+        checked = checks_of(call) if mode == "eager" else _validate(call)
         # torch.compile in torch 2.12 cannot trace ``is`` between tuples.
-        masking = masking_of(input, call.mask) if mode is Mode.COMPILED or call.mask is not NO_MASK else None
+        masking = masking_of(input, call.mask) if mode == "compiled" or call.mask is not NO_MASK else None
         if checked.single_rank:
             check_local_count(input)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -205,8 +205,8 @@ def _prepare(call: Call) -> Normalization | ByTorch:
     if checked.single_rank and masking is None and suits_torch(call, checked.options):
         return ByTorch(checked.options, call.tracked_buffers)
     norm = Normalization(checked.options, checked.exchange, call.layer, masking)
-    if mode is not Mode.TRANSFORMED:
-        norm.statistics = batch_statistics(input.detach() if mode is Mode.COMPILED else input, call, norm)
+    if mode != "transformed":
+        norm.statistics = batch_statistics(input.detach() if mode == "compiled" else input, call, norm)
     return norm
 
 
@@ -273,14 +273,14 @@ def _validate(call: Call, key: tuple[Any, ...] | None = None) -> CallCache:
     input, buffers, group, layer, mode = call.input, call.buffers, call.group, call.layer, call.mode
     check_tensors(call[:4], buffers, call.uses_batch, layer)
     has_data = not is_without_data(input)
-    if not has_data or not (mode is Mode.COMPILED or all(check(call) for check in first_call_checks)):
+    if not has_data or not (mode == "compiled" or all(check(call) for check in first_call_checks)):
         key = None
     options = checked_options(call.options, call.uses_batch)
     if not call.uses_batch:
         if buffers.running_mean is None or buffers.running_var is None:
             raise ValueError("running_mean, running_var: expected tensors with training=False, got None")
         return CallCache(key, options, None)
-    if mode is not Mode.COMPILED and call.mask is not NO_MASK:
+    if mode != "compiled" and call.mask is not NO_MASK:
         masking_of(input, call.mask)  # raises before this rank waits for peers to create the group
     if group is not None:
         check_tracer(group)

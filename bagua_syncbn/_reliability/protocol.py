@@ -23,7 +23,7 @@ from .._ops.headers import headers_differ, record_sums
 from .._ops.options import Options
 from .._step.call import Call
 from .._step.exchange import Exchange, Pass
-from .._torch.autograd import Mode, is_capturing, untraced
+from .._torch.autograd import is_capturing, untraced
 from .._torch.process_groups import group_named
 from ..communicators import TorchCommunicator
 from . import faults
@@ -209,7 +209,7 @@ def note_compilation(group_name: str | None, ranks: int, kind: str, summed: bool
 
 def compared_exchange(call: Call, options: Options, communicator: Communicator) -> Exchange:
     """Returns the exchange of ``call`` and of later calls with the same cache key."""
-    if call.mode is Mode.COMPILED:
+    if call.mode == "compiled":
         return CompiledExchange(call, options, communicator)
     history, layer, kind, name = history_in(communicator), call.layer, kind_of(call.layer), name_of(call.layer)
     origin = origin_of(layer)

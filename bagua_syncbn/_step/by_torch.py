@@ -11,7 +11,6 @@ from torch import Tensor
 
 from .. import _ops as ops
 from .._ops.options import Options
-from .._torch.autograd import Mode
 from .call import Call, Masking, Normalization, apply_epilogue
 from .hooks import hooks
 
@@ -32,14 +31,14 @@ def suits_torch(call: Call, options: Options) -> bool:
     supported = Options(options.eps, options.momentum, activation=options.activation)
     if options.momentum is None or options != supported or call.accumulate is not None:
         return False
-    is_recorded = call.mode is not Mode.EAGER
+    is_recorded = call.mode != "eager"
     if (options.activation is not None or call.residual is not None) and not is_recorded:
         return False
     is_cpu = input.device.type == "cpu"
     rounds = is_cpu and input.dtype in ops.HALF_DTYPES
     if rounds or not _torch_takes(input, (*buffers[:2], call.weight, call.bias)):
         return False
-    if call.mode is Mode.TRACED:
+    if call.mode == "traced":
         return True
     if input.numel() == 0:  # not in a trace, which also runs for other sizes
         return False
@@ -98,11 +97,11 @@ def in_evaluation(call: Call, options: Options, masking: Masking | None) -> Norm
     mean, var = call.buffers[:2]
     assert mean is not None
     assert var is not None
-    if call.mode is not Mode.COMPILED and hooks.are_set:  # the buffers may change before a recomputation
+    if call.mode != "compiled" and hooks.are_set:  # the buffers may change before a recomputation
         mean, var = mean.clone(), var.clone()
     masking = masking if masking is not None and masking.zeroes else None
     has_epilogue = options.activation is not None or call.residual is not None or masking is not None
-    if not has_epilogue or call.mode is not Mode.EAGER:
+    if not has_epilogue or call.mode != "eager":
         return ByTorch(options, ops.Buffers(mean, var), False, masking)
     dtype = ops.accumulate_dtype(call.input.dtype)
     invstd = ops.inverse_deviation(var.to(dtype), options)

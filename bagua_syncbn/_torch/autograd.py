@@ -2,15 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from enum import Enum
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.fx.proxy import TraceError
-from torch.jit import is_tracing
 from torch.utils import _python_dispatch, checkpoint
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -46,25 +44,21 @@ def is_transforming() -> bool:
 _fake_mode: Callable[[], Any] = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE)
 
 
-class Mode(Enum):
-    """How torch runs the current code."""
-
-    EAGER = 0
-    TRANSFORMED = 1  # torch.func or forward-mode differentiation, in eager code
-    FAKE = 2  # a FakeTensorMode: tensors have shapes but no values
-    TRACED = 3  # torch.jit.trace
-    COMPILED = 4  # torch.compile or torch.export
+# What runs a call: eager code; torch.func or forward-mode differentiation, in eager code; a FakeTensorMode, where
+# tensors have shapes but no values; torch.jit.trace; torch.compile or torch.export. Not an Enum, whose members are slow
+# to access.
+Mode: TypeAlias = Literal["eager", "transformed", "fake", "traced", "compiled"]
 
 
 def current_mode() -> Mode:
     """Returns the mode of the current call."""
     if torch.compiler.is_compiling():
-        return Mode.COMPILED
-    if is_tracing():
-        return Mode.TRACED
+        return "compiled"
+    if torch._C._is_tracing():
+        return "traced"
     if has_transforms() or level_of_duals() >= 0:
-        return Mode.TRANSFORMED
-    return Mode.EAGER if _fake_mode() is None else Mode.FAKE
+        return "transformed"
+    return "eager" if _fake_mode() is None else "fake"
 
 
 def is_fake(value: object) -> bool:

@@ -12,7 +12,7 @@ from .._ops.moments import merge_dtype
 from .._ops.options import Options
 from .._step.call import Call
 from .._step.checks import named
-from .._torch.autograd import Mode, is_capturing, is_without_data
+from .._torch.autograd import is_capturing, is_without_data
 from ..conversion.models import attached
 from ..sync_batchnorm import SyncBatchNorm
 
@@ -37,7 +37,7 @@ class Accumulation:
         error = ""
         if call.buffers.running_mean is not getattr(call.layer, "running_mean", None):
             error = "running_mean: while statistics accumulate, a custom forward must pass the buffer, not a view"
-        elif call.mode is not Mode.COMPILED and is_capturing():
+        elif call.mode != "compiled" and is_capturing():
             error = "a CUDA graph cannot be captured while statistics accumulate, because replays run no Python"
         if error:
             raise named(RuntimeError(error), call.layer)

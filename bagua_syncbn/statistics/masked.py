@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .._step.call import Call, Masking
 from .._step.checks import check_callable, check_flag, check_is_tensor
 from .._step.masks import fits, mask_size, masking_of
-from .._torch.autograd import Mode, current_mode
+from .._torch.autograd import current_mode
 from ..conversion.models import attached
 from ..sync_batchnorm import SyncBatchNorm
 
@@ -33,7 +33,7 @@ class _ModelMask:
 
     def masking(self, input: Tensor) -> Masking | None:
         # Not cached for fake tensors, or in other modes: later calls cannot use those tensors.
-        is_plain = current_mode() is Mode.EAGER and type(input) is Tensor
+        is_plain = current_mode() == "eager" and type(input) is Tensor
         if not is_plain or torch.is_inference_mode_enabled() or self.mask.is_inference():
             return self._new_masking(input)
         key = input.shape, input.device, self.mask._version

@@ -12,7 +12,6 @@ from bagua_syncbn._ops.options import Options
 from bagua_syncbn._reliability import signatures
 from bagua_syncbn._step import by_torch
 from bagua_syncbn._step.call import Call
-from bagua_syncbn._torch.autograd import Mode
 
 Extended: Any = NamedTuple("Extended", [*Options.__annotations__.items(), ("new", int)])
 Extended.__new__.__defaults__ = *Options(), 0
@@ -25,7 +24,7 @@ def extended():
 
 
 def call_with(options):
-    return Call(torch.ones(4, 3), None, None, None, ops.NO_BUFFERS, options, True, EVERYONE, None, Mode.EAGER)
+    return Call(torch.ones(4, 3), None, None, None, ops.NO_BUFFERS, options, True, EVERYONE, None, "eager")
 
 
 def test_ranks_compare_a_new_option():

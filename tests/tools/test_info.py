@@ -43,21 +43,22 @@ def test_each_card_is_reported_with_the_result_of_the_comparison_or_its_error(mo
     def check_kernels(input):
         if input.dtype == torch.float32 and input.device.index == 0:
             raise RuntimeError("comparing the CUDA kernels failed")
-        __main__.agreed[input.device] += 2
+        __main__.agreed[input.device] += 2 if input.device.index < 2 else 0
 
     monkeypatch.setattr(__main__, "check_kernels", check_kernels)
     monkeypatch.setattr(__main__, "cuda_kernels", lambda: "native")
     monkeypatch.setattr(__main__, "agreed", Counter())
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_name", "H100 {}".format)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, index))
     monkeypatch.setattr(torch, "empty", lambda size, dtype, device: SimpleNamespace(dtype=dtype, device=device))
     info = collect_info()
-    assert info["devices"] == ["cpu", "H100 0", "H100 1"]
-    first, second = info["cuda_kernels"]
+    assert info["devices"] == ["cpu", "H100 0", "H100 1", "H100 2"]
+    first, second, third = info["cuda_kernels"]
     equal = r"cases equal plain torch, \d+\.\d s\)"
     assert re.fullmatch(rf"cuda:0: H100 0, sm_90: comparing the CUDA kernels failed \(4 {equal}", first)
     assert re.fullmatch(rf"cuda:1: H100 1, sm_91: native \(8 {equal}", second)
+    assert third == "cuda:2: H100 2, sm_92: native"  # nothing was compared
 
 
 @pytest.mark.parametrize("variable", ["KERNELS", "EXCHANGE", "CPU_CAPABILITY"])
