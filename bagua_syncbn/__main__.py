@@ -50,8 +50,9 @@ def _compare_on(index: int) -> str:
     except RuntimeError as error:  # for example, a kernel broke CUDA
         result = str(error)
     name, (major, minor) = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
-    cases = f"{agreed[device]} cases equal plain torch, {time.perf_counter() - begin:.1f} s"
-    return f"{device}: {name}, sm_{major}{minor}: {result} ({cases})"
+    line = f"{device}: {name}, sm_{major}{minor}: {result}"
+    cases = agreed[device]
+    return f"{line} ({cases} cases equal plain torch, {time.perf_counter() - begin:.1f} s)" if cases else line
 
 
 if __name__ == "__main__":
