@@ -48,7 +48,7 @@ class RankExchange(Exchange):
 
     def open(self) -> tuple[int, int, int]:
         signature, history = self._signature, self._history
-        # Peers may run compiled code, which does not count calls.
+        # 0 if peers may run compiled code, which does not count calls; otherwise history.number, inlined.
         number = 0 if signature.kind in history.compiled else history.calls % (ops.WORD - 1) + 1
         if self.summed:  # the ops add up a fingerprint instead of comparing headers
             return number, self.fingerprint(number, "forward"), 0

@@ -47,8 +47,8 @@ class CallSignature:
     kind: int  # hash of the model's class, or of the class of a layer outside of a model
     text: str  # for errors
     summed: bool  # whether messages are summed, instead of gathered
-    numel: int  # size of a message
-    dtype: torch.dtype  # of a message
+    numel: int  # message size
+    dtype: torch.dtype  # message dtype
     is_backward: bool = False
 
     def __post_init__(self) -> None:

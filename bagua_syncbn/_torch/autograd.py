@@ -44,9 +44,9 @@ def is_transforming() -> bool:
 _fake_mode: Callable[[], Any] = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE)
 
 
-# What runs a call: eager code; torch.func or forward-mode differentiation, in eager code; a FakeTensorMode, where
-# tensors have shapes but no values; torch.jit.trace; torch.compile or torch.export. Not an Enum, whose members are slow
-# to access.
+# How a call runs: "transformed" is eager code under torch.func or forward-mode differentiation; "fake" is eager code in
+# a FakeTensorMode, where tensors have shapes but no values; "traced" is torch.jit.trace; "compiled" is torch.compile or
+# torch.export. Not an Enum, because access to its members is slow.
 Mode: TypeAlias = Literal["eager", "transformed", "fake", "traced", "compiled"]
 
 

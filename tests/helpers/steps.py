@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-STEPS = 5  # of train
+STEPS = 5  # number of steps that `train` takes
 
 
 def draw(*size, seed=0, dtype=torch.float64):
