@@ -29,10 +29,9 @@ _PLAIN_CLASSES = Tensor, nn.Parameter
 
 def make_plain_exchange(call: Call, options: Options, communicator: Communicator) -> Exchange:
     """Returns the exchange of a call and of later calls with the same cache key."""
-    is_traced = call.mode == "compiled"
-    if is_traced:
+    if call.mode == "compiled":
         as_number(call.input.size(1))  # makes the size a constant: backward cannot take a symbolic size
-    return Exchange(communicator, is_traced)
+    return Exchange(communicator)
 
 
 make_exchange: Callable[[Call, Options, Communicator], Exchange] = make_plain_exchange
@@ -196,15 +195,15 @@ def _prepare(call: Call) -> Normalization | ByTorch:
         checked = checks_of(call) if mode == "eager" else _validate(call)
         # torch.compile in torch 2.12 cannot trace ``is`` between tuples.
         masking = masking_of(input, call.mask) if mode == "compiled" or call.mask is not NO_MASK else None
-        if checked.single_rank:
-            check_local_count(input)
     except (TypeError, ValueError, RuntimeError) as error:
         raise named(error, call.layer) from None
     if checked.exchange is None:
         return in_evaluation(call, checked.options, masking)
-    if checked.single_rank and masking is None and suits_torch(call, checked.options):
-        return ByTorch(checked.options, call.tracked_buffers)
-    norm = Normalization(checked.options, checked.exchange, call.layer, masking)
+    if checked.single_rank:
+        check_local_count(input, call.layer)
+        if masking is None and suits_torch(call, checked.options):
+            return ByTorch(checked.options, call.tracked_buffers)
+    norm = Normalization(checked.options, checked.exchange, call.layer, masking, is_traced=mode == "compiled")
     if mode != "transformed":
         norm.statistics = batch_statistics(input.detach() if mode == "compiled" else input, call, norm)
     return norm
@@ -236,18 +235,18 @@ def checks_of(call: Call) -> CallCache:
     input, weight, bias, residual, (mean, var, batches), options, uses_batch, group, layer, *_, accumulate = call
     ready = None if group is None else group.communicator_if_ready()
     try:
-        if layer is None:
-            state, of_layer = _NO_LAYER, None
-        else:
-            state = layer.__dict__.get("_sync_state") or layer.__dict__.setdefault("_sync_state", LayerState())
-            of_layer = layer.__class__, getattr(layer, "momentum", 0), state.origin
-        shape = input.shape
-        slot = group is None, shape[1]
+        state: LayerState = (
+            _NO_LAYER
+            if layer is None
+            else layer.__dict__.get("_sync_state") or layer.__dict__.setdefault("_sync_state", LayerState())
+        )
+        slot = group is None, input.shape[1]
         key = (
-            options, uses_batch, ready, accumulate is None, mean is var, of_layer,
+            options, uses_batch, ready, accumulate is None, mean is var,
+            layer.__class__, getattr(layer, "momentum", 0), state.origin,
             input.__class__, input.dtype, input.device, input.layout,
             residual is None
-            or (residual.__class__, residual.dtype, residual.device, residual.layout, residual.shape == shape),
+            or (residual.__class__, residual.dtype, residual.device, residual.layout, residual.shape == input.shape),
             weight is None or (weight.__class__, weight.dtype, weight.device, weight.shape),
             bias is None or (bias.__class__, bias.dtype, bias.device, bias.shape),
             mean is None or (mean.__class__, mean.dtype, mean.device, mean.shape, mean.stride()),

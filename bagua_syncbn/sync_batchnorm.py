@@ -196,9 +196,8 @@ class SyncBatchNorm(_BatchNorm):
         except KeyError:  # also a parametrized layer, or a replica
             weight, bias = self.weight, self.bias
             mean, var, batches = self.running_mean, self.running_var, self.num_batches_tracked
-        state = self._sync_state
         if self.training:
-            group, uses_batch = state.group, True
+            group, uses_batch = self._sync_state.group, True
             buffers = ops.Buffers(mean, var, batches) if self.track_running_stats else ops.NO_BUFFERS
         else:
             group, uses_batch = None, mean is None and var is None
@@ -207,7 +206,7 @@ class SyncBatchNorm(_BatchNorm):
         call = Call(
             input, weight, bias, residual, buffers, options, uses_batch, group, self, current_mode(), given_mask
         )
-        return through_attachments(self, call) if state.attachments else batch_norm(call)
+        return through_attachments(self, call) if self._sync_state.attachments else batch_norm(call)
 
     def _replicate_for_data_parallel(self) -> "SyncBatchNorm":
         replica: SyncBatchNorm = super()._replicate_for_data_parallel()

@@ -40,16 +40,22 @@ class Received(NamedTuple):
 
 def merge_stats(received: Received, buffers: Buffers, options: Options) -> tuple[Tensor, Tensor, Tensor]:
     """Calls ``batch_norm_gather_stats`` with the eps mode of ``options`` and a counter of any dtype."""
-    message, summed_over, fault, call = received
-    running_mean, running_var, counter = buffers
+    counter = buffers.num_batches_tracked
     if counter is not None and counter.dtype != torch.int64:  # cast together with its module
         whole = counter.to(torch.int64)
         merged = merge_stats(received, buffers._replace(num_batches_tracked=whole), options)
         counter.copy_(whole)
         return merged
-    eps, skip_nonfinite = 0.0 if options.eps_mode == "clamp" else options.eps, options.skip_nonfinite
+    eps = options.eps if options.eps_mode == "plus" else 0.0
     merged = _gather_stats(
-        message, running_mean, running_var, counter, options.momentum, eps, fault, skip_nonfinite, summed_over, call
+        received.message,
+        *buffers,
+        options.momentum,
+        eps,
+        received.fault,
+        options.skip_nonfinite,
+        received.summed_over,
+        received.call,
     )
     if eps == options.eps:
         return merged

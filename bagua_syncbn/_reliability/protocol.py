@@ -60,8 +60,8 @@ class RankExchange(Exchange):
         return hash(header) & history.exact_bits
 
     def check(self, number: int, rows: Tensor | None = None) -> None:
-        history, record = self._history, self._record
-        if record.is_checked_at_once and record.kind.value:
+        if self._record.is_checked_at_once and self._record.kind.value:
+            history, record = self._history, self._record
             signature = self._signature if rows is not None else self._signature.backward
             own = self._describe(signature, history.calls, number)
             if record.kind.value == 2:  # an invalid count, which all ranks have read
@@ -70,7 +70,7 @@ class RankExchange(Exchange):
             record.kind.value = 0
             headers = () if rows is None or self.summed else rows[:, -ops.HEADER_SIZE :].tolist()
             self._disagree(own, torch.device("cpu"), headers)
-        history.sending = None
+        self._history.sending = None
 
     def total(self, values: Tensor, number: int) -> Tensor:
         signature, record, history = self._signature.derivative, self._record, self._history
@@ -127,8 +127,12 @@ class RankExchange(Exchange):
                 f"{communicator.size}: {type(error).__name__}: {error}. A peer died, raised an error, was late, or ran "
                 "different code until the timeout; this group can no longer be used"
             ) from error
-        summed_over = communicator.size if signature.summed else 1
-        return Received(message, summed_over, record.tensor, history.calls if number else 0)
+        return Received(
+            message,
+            summed_over=communicator.size if signature.summed else 1,
+            fault=record.tensor,
+            call=history.calls if number else 0,
+        )
 
     def _agree_on(self, signature: CallSignature, packed: Tensor, number: int) -> None:
         """Sends a probe unless all ranks expect this call. Raises RuntimeError on all ranks if their probes differ."""
@@ -175,7 +179,7 @@ class CompiledExchange(Exchange):
     """
 
     def __init__(self, call: Call, options: Options, communicator: Communicator) -> None:
-        super().__init__(communicator, True)
+        super().__init__(communicator)
         self.summed = is_summed(call.input, communicator)
         name, kind, shared = getattr(communicator, "name", None), kind_of(call.layer), shared_options(call, options)
         self._caller, self._fingerprint = note_compilation(name, communicator.size, kind, self.summed, *shared)

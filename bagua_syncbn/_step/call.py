@@ -90,6 +90,8 @@ class Normalization:
     """None under a torch.func transform, until the differentiable form has gathered them."""
     number: int = 0
     """Number of the call in the group, see :meth:`.Exchange.open`."""
+    is_traced: bool = False
+    """Whether torch.compile traces the call. It can fuse the plain definitions of the ops with the code around them."""
 
 
 def apply_epilogue(output: Tensor, residual: Tensor | None, options: Options, masking: Masking | None = None) -> Tensor:

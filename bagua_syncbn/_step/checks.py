@@ -168,7 +168,8 @@ def check_tracer(process_group: Any) -> None:
         raise RuntimeError(f"{tracer} cannot record training over several ranks; call model.eval() first")
 
 
-def check_local_count(input: Tensor) -> None:
-    """Raises ValueError for a single value per channel in single-rank training."""
+def check_local_count(input: Tensor, layer: nn.Module | None) -> None:
+    """Raises ValueError for a single value per channel in single-rank training of ``layer``."""
     if not is_tracing() and input.numel() == input.size(1) > 0:
-        raise ValueError(f"input: expected more than 1 value per channel when training, got input size {input.size()}")
+        text = f"input: expected more than 1 value per channel when training, got input size {input.size()}"
+        raise named(ValueError(text), layer)

@@ -18,17 +18,15 @@ class Exchange:
 
     Args:
         communicator: the ranks.
-        is_traced: whether torch.compile traces the calls.
     """
 
     summed: bool = False
     """True in large groups, where ranks sum their statistics instead of gathering rows."""
 
-    __slots__ = ("communicator", "is_traced")
+    __slots__ = ("communicator",)
 
-    def __init__(self, communicator: Communicator, is_traced: bool = False) -> None:
+    def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
-        self.is_traced = is_traced
 
     def open(self) -> tuple[int, int | None, int]:
         """Begins a call. Returns its number in the group (0 if ranks do not count calls), and the arguments ``caller``

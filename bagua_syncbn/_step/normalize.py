@@ -35,7 +35,7 @@ def batch_statistics(input: Tensor, call: Call, norm: Normalization) -> Statisti
     buffers = call.buffers if call.accumulate is None and call.buffers.running_mean is not None else ops.NO_BUFFERS
     if call.accumulate is not None:
         call.accumulate(received, options)
-    if exchange.is_traced:
+    if call.mode == "compiled":
         # Separate from the statistics: a graph that recomputes them in backward must not read updated buffers.
         ops.update_buffers(received, buffers, options)
         return ops.merge_stats(received, ops.NO_BUFFERS, options)
@@ -52,7 +52,7 @@ def normalize(
     Backward sums over the ranks of the exchange, because the statistics depend on all ranks' inputs. Without an
     exchange, the statistics are constants.
     """
-    if norm.exchange is not None and norm.exchange.is_traced:
+    if norm.is_traced:
         # Leaves activation and residual to the compiler, which decides what to fuse and recompute.
         plain = replace(norm, options=norm.options._replace(activation=None))
         output: Tensor = _Normalize.apply(input, weight, bias, None, plain)
@@ -77,16 +77,14 @@ class _Normalize(torch.autograd.Function):
     ) -> Tensor:
         """Returns the output. If gradients are disabled, it is called directly, with None as ``ctx``."""
         assert norm.statistics is not None
-        activation, exchange, masking = norm.options.activation, norm.exchange, norm.masking
+        activation, masking = norm.options.activation, norm.masking
         if ctx is not None:
             ctx.norm = norm
             kept = (input, weight, None, None) if activation is None else (input, weight, bias, residual)
             ctx.save_for_backward(*kept, *norm.statistics)
-        # torch.compile can fuse the plain definitions of the ops with the code around them.
-        elementwise: Any = ops.reference if exchange is not None and exchange.is_traced else ops
         epilogue = () if activation is None and residual is None else epilogue_args(activation, residual)
-        mean, invstd, _ = norm.statistics
-        output: Tensor = elementwise.batch_norm_elemt(input, weight, bias, mean, invstd, *epilogue)
+        elemt = ops.reference.batch_norm_elemt if norm.is_traced else ops.batch_norm_elemt
+        output: Tensor = elemt(input, weight, bias, *norm.statistics[:2], *epilogue)
         # Not in place: a selective checkpoint may have saved the op's output.
         return output if masking is None else masking.clear_outputs(output)
 
@@ -95,12 +93,10 @@ class _Normalize(torch.autograd.Function):
         input, weight, bias, residual, mean, invstd, count = ctx.saved_tensors
         needs, norm = ctx.needs_input_grad, ctx.norm
         exchange, masking = norm.exchange, norm.masking
-        is_traced = exchange is not None and exchange.is_traced
-        elementwise: Any = ops.reference if is_traced else ops
         try:
             # create_graph=True; torch.func and forward mode; is_grads_batched=True
             if torch.is_grad_enabled() or (
-                not is_traced and (has_transforms() or level_of_duals() >= 0 or is_batched(grad_output))
+                not norm.is_traced and (has_transforms() or level_of_duals() >= 0 or is_batched(grad_output))
             ):
                 statistics, row = (mean, invstd, count), (input, weight, bias, residual)
                 compute_one = partial(differentiable_batch_norm, norm=norm, gather=lambda _: statistics)
@@ -111,35 +107,41 @@ class _Normalize(torch.autograd.Function):
                 # No gradient passes through the zeros, even if input or residual hold NaN there.
                 grad_output, input = masking.clear(grad_output), masking.clear(input)
                 residual = None if residual is None else masking.clear(residual)
-            if not is_traced and grad_output.stride() != input.stride():
+            if not norm.is_traced and grad_output.stride() != input.stride():
                 grad_output = ops.laid_out_as(input, grad_output)
-            grad, reduce_args = grad_output, ()
-            elemt_args: dict[str, Any] = {}
-            if norm.options.activation is not None or masking is not None:
-                grad, reduce_args, elemt_args = activation_args(grad_output, input, bias, residual, norm)
+            grad, reduce_args, elemt_args = (
+                (grad_output, (), {})
+                if norm.options.activation is None and masking is None
+                else activation_args(grad_output, input, bias, residual, norm)
+            )
             # Communicates only if needs[0]: the model determines it, so all ranks agree.
             fingerprint = exchange.fingerprint(norm.number) if needs[0] and exchange is not None else None
             sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(
                 grad_output, input, mean, invstd, weight, fingerprint, *reduce_args
             )
-            grad_input = None
-            if needs[0] and exchange is None:
+            if not needs[0]:
+                grad_input = None
+            elif exchange is None:
                 # Not backward_elemt with zero sums: zero times an infinite invstd is NaN.
                 grad_input = ops.batch_norm_elemt(grad, weight, None, torch.zeros_like(mean), invstd)
-            elif needs[0]:
+            else:
                 sums, *header_args = exchange.send(sums, "backward", norm.number)
                 if norm.options.eps_mode != "plus":
                     ops.clear_clamped(sums, invstd, norm.options)
-                grad_input = elementwise.batch_norm_backward_elemt(
-                    grad, input, weight, mean, invstd, sums, count, *header_args, **elemt_args
-                )
+                elemt = ops.reference.batch_norm_backward_elemt if norm.is_traced else ops.batch_norm_backward_elemt
+                grad_input = elemt(grad, input, weight, mean, invstd, sums, count, *header_args, **elemt_args)
                 grad_input = elemt_args.get("grad_input", grad_input)
                 exchange.check(norm.number)
         except Exception as error:
             handle_error(error, peers_of_backward, ctx, grad_output)
             raise
-        grad_weight, grad_bias = grad_weight if needs[1] else None, grad_bias if needs[2] else None
-        return grad_input, grad_weight, grad_bias, grad if needs[3] else None, None
+        return (
+            grad_input,
+            grad_weight if needs[1] else None,
+            grad_bias if needs[2] else None,
+            grad if needs[3] else None,
+            None,
+        )
 
 
 def epilogue_args(activation: ops.Activation | None, residual: Tensor | None) -> tuple[Any, ...]:
