@@ -1,7 +1,10 @@
 """Steps of any model, and the training of a model, compared between ranks and one process."""
 
 import io
+import random
+from contextlib import contextmanager
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -42,6 +45,40 @@ def step(model, input, grad_output=None, *, order=1, call=None):
 
 def assert_same_bits(actual, expected, what="results"):
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, msg=lambda text: f"{what}: {text}")
+
+
+def _facts(model, may_change):
+    parts = [
+        (sorted(vars(part)), part.training, list(part._forward_pre_hooks), list(part._forward_hooks), str(part))
+        for part in model.modules()
+    ]
+    gradients = [None if parameter.grad is None else parameter.grad.tolist() for parameter in model.parameters()]
+    state = {name: repr(value.tolist()) for name, value in model.state_dict().items()}  # NaN does not equal itself
+    fixed = {name: value for name, value in state.items() if may_change is None or may_change not in name}
+    return parts, gradients, fixed, list(map(id, model.buffers()))
+
+
+@contextmanager
+def unchanged(*models, may_change=None):
+    """Checks that models keep modes, attributes, hooks, gradients and tensors, and that no random state changes.
+
+    Tensors may change if ``may_change`` is a part of their name.
+    """
+
+    def facts():
+        random_states = torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()
+        return [_facts(model, may_change) for model in models], random_states
+
+    before = facts()
+    yield
+    assert facts() == before
+
+
+def gathered(value):
+    """Returns the value of each rank."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def check_ranks(model, plain, input, grad_output, splits, tolerance=1e-9, reference=None, **options):
