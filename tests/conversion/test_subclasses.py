@@ -3,8 +3,6 @@
 import copy
 import pickle
 import re
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +10,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-import bagua_syncbn
 from bagua_syncbn import SyncBatchNorm2d, convert_sync_batchnorm, register_converter, revert_sync_batchnorm
 from tests.conversion.test_models import NormalizesInPart, WithPart
-from tests.helpers.fake_packages import Apex, Mmcv
+from tests.helpers.fake_packages import Mmcv
 from tests.helpers.observed import collectives
 from tests.helpers.user_layers import BatchNormAct, Centered
 
@@ -116,7 +113,7 @@ def registered():
     register_converter(Foreign, lambda layer: SyncForeign if layer.num_features > 2 else None)
     register_converter(Centered, lambda layer: SyncBatchNorm2d)
     yield
-    for cls in (Foreign, Centered, Apex):
+    for cls in (Foreign, Centered):
         register_converter(cls, None)
 
 
@@ -163,19 +160,3 @@ def test_classes_of_converters_are_checked():
     register_converter(Foreign, lambda layer: nn.BatchNorm2d)
     with pytest.raises(TypeError, match=r"converter of .*test_subclasses\.Foreign: expected .*, got .*BatchNorm2d"):
         convert_sync_batchnorm(nn.Sequential(Foreign(3)))
-
-
-@pytest.mark.usefixtures("registered")
-@pytest.mark.parametrize("options", [{}, {"channel_last": True}, {"fuse_relu": True}], ids=str)
-def test_the_documented_converter_for_apex_works(options):
-    """Uses the recipe in docs/migrating.md; tests/tools/test_docs.py runs all recipes."""
-    page = (Path(__file__).resolve().parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8")
-    recipe = re.search(r"^class FromApex.*?: FromApex\)\n", page, re.DOTALL | re.MULTILINE)
-    apex = SimpleNamespace(parallel=SimpleNamespace(SyncBatchNorm=Apex))
-    exec(recipe[0], {"bagua_syncbn": bagua_syncbn, "apex": apex})
-    model = nn.Sequential(Apex(4, **options))
-    input, z = torch.randn(2, 3, 4, 4, 4)
-    expected = model[0](input), model[0](input, z)
-    convert_sync_batchnorm(model)
-    torch.testing.assert_close((model[0](input), model[0](input, z)), expected)
-    assert type(revert_sync_batchnorm(model)[0]) is Apex

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import ClassVar
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,8 +17,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 class _OwnForward:
     """A forward that computes batch normalization by hand, as these packages do on several ranks."""
-
-    channel_last = False
 
     def forward(self, input):
         channel = input.dim() - 1 if getattr(self, "channel_last", False) else 1
@@ -148,29 +147,20 @@ PACKAGES = {name.partition(".")[0] for name in _CONTENTS}
 @contextmanager
 def stand_in_for(package: str):
     """Makes ``package`` importable, replacing any installed package of that name."""
-    installed = _take_out(package)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+            patch.delitem(sys.modules, name)
         for name, contents in _CONTENTS.items():
             if name.partition(".")[0] == package:
-                _add(name, contents)
+                vars(_module(patch, name)).update(contents)
         yield
-    finally:
-        _take_out(package)
-        sys.modules.update(installed)
 
 
-def _take_out(package: str) -> dict[str, ModuleType]:
-    """Removes the modules of ``package`` from ``sys.modules`` and returns them."""
-    names = [name for name in sys.modules if name.partition(".")[0] == package]
-    return {name: sys.modules.pop(name) for name in names}
-
-
-def _add(name: str, contents: dict) -> None:
-    parts = name.split(".")
-    for end in range(1, len(parts) + 1):
-        module = ".".join(parts[:end])
-        if module not in sys.modules:
-            sys.modules[module] = ModuleType(module)
-            if end > 1:
-                setattr(sys.modules[".".join(parts[: end - 1])], parts[end - 1], sys.modules[module])
-    vars(sys.modules[name]).update(contents)
+def _module(patch: pytest.MonkeyPatch, name: str) -> ModuleType:
+    """Returns the module ``name``. Creates it, and the packages that contain it, if they do not exist."""
+    if name not in sys.modules:
+        patch.setitem(sys.modules, name, ModuleType(name))
+        parent, _, own = name.rpartition(".")
+        if parent:
+            setattr(_module(patch, parent), own, sys.modules[name])
+    return sys.modules[name]

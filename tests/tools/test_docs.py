@@ -9,6 +9,7 @@ An HTML comment before a block selects how to run it:
     <!-- not run: needs CUDA -->   compile only
 """
 
+import copy
 import inspect
 import json
 import os
@@ -155,19 +156,23 @@ def take_a_step(package, module, name, is_synchronized):
         assert model[0].num_batches_tracked == is_synchronized
 
 
-@pytest.mark.parametrize(("package", "module", "name", "unregistered"), [
-    ("apex", "apex.parallel", "SyncBatchNorm", RAISES),
-    ("detectron2", "detectron2.layers", "NaiveSyncBatchNorm", OF_SEVERAL),
-    ("fairscale", "fairscale.experimental.nn", "SyncBatchNorm", OF_JOB),
-    ("mmcv", "mmcv.ops", "SyncBatchNorm", STAYS),
+@pytest.mark.parametrize(("package", "module", "name", "unregistered", "options"), [
+    *(("apex", "apex.parallel", "SyncBatchNorm", RAISES, {name: True}) for name in ("channel_last", "fuse_relu")),
+    ("detectron2", "detectron2.layers", "NaiveSyncBatchNorm", OF_SEVERAL, {}),
+    ("fairscale", "fairscale.experimental.nn", "SyncBatchNorm", OF_JOB, {}),
+    ("mmcv", "mmcv.ops", "SyncBatchNorm", STAYS, {}),
 ])  # fmt: skip
-def test_layers_of_other_packages_convert_as_documented(pool, package, module, name, unregistered, monkeypatch):
+def test_layers_of_other_packages_convert_as_documented(
+    pool, package, module, name, unregistered, options, monkeypatch
+):
     page = ROOT / "docs" / "migrating.md"
     (row,) = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith(f"| `{module}.{name}`")]
     assert row.endswith(f"| {unregistered} |")
     monkeypatch.setattr(converters, "_converters", converters._converters.copy())
     with stand_in_for(package):
-        layer = getattr(import_module(module), name)(8)
+        layer, images = getattr(import_module(module), name)(8, **options), torch.randn(2, 4, 8, 3, 8)
+        inputs = [images[:1], images] if package == "apex" else [images[:1]]  # apex's layer adds a second tensor
+        expected = [copy.deepcopy(layer)(*given) for given in inputs]
         if unregistered == STAYS:
             with pytest.warns(UserWarning, match=name):
                 bagua_syncbn.convert_sync_batchnorm(nn.Sequential(layer))
@@ -179,9 +184,8 @@ def test_layers_of_other_packages_convert_as_documented(pool, package, module, n
             if block.package == package and "register_converter" in block.code.co_names:
                 exec(block.code, {"bagua_syncbn": bagua_syncbn, "nn": nn})
         bagua_syncbn.convert_sync_batchnorm(nn.Sequential(layer))
-    images = torch.randn(4, 8, 3, 3)
     assert isinstance(layer, bagua_syncbn.SyncBatchNorm)
-    torch.testing.assert_close(layer(images), nn.BatchNorm2d(8)(images))
+    torch.testing.assert_close([layer(*given) for given in inputs], expected)
 
 
 def run_recipe(package: str) -> dict:
