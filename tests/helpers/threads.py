@@ -1,5 +1,6 @@
 """Ranks as threads of this process, for groups of any size."""
 
+import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable
@@ -22,62 +23,51 @@ class _Message:
         self.rows: dict[int, Tensor] = {}
         self.kinds: set[Any] = set()
         self.result: Tensor | None = None
-        self.ended = threading.Event()
 
 
-class Room:
+class Room(threading.Condition):
     """The meeting point of a group of threads. If their messages differ in kind or size, all threads raise.
 
-    Only one thread computes at a time, because hundreds of threads that compete for the GIL slow each other down.
+    Only the thread that holds the condition computes, because hundreds of threads that compete for the GIL slow each
+    other down.
     """
 
     def __init__(self, size: int) -> None:
-        self.turn = threading.Lock()
+        super().__init__()
         self.size, self.why = size, f"not all ranks came within {SECONDS} s"
-        self._lock, self._messages = threading.Lock(), defaultdict[int, _Message](_Message)
-        self._last: int | None = None  # the last message of a rank that has left
+        self.last = math.inf  # the last message of a rank that has left
+        self._messages = defaultdict[int, _Message](_Message)
 
     def publish(self, number: int, rank: int, packed: Tensor, sums: bool) -> _Message:
-        with self._lock:
-            message = self._messages[number]
-            message.rows[rank] = packed.clone()
-            message.kinds.add((sums, packed.numel(), packed.dtype))
-            is_last = len(message.rows) == self.size
-            if is_last:
-                del self._messages[number]
-            elif self._last is not None and number > self._last:
-                message.ended.set()
-        if is_last and len(message.kinds) == 1:
-            rows = torch.stack([message.rows[rank] for rank in range(self.size)])
-            message.result = rows.sum(0) if sums else rows
-        elif is_last:
-            self.why = f"the ranks send {message.kinds}"
-        if is_last:
-            message.ended.set()
+        message = self._messages[number]
+        message.rows[rank] = packed.clone()
+        message.kinds.add((sums, packed.numel(), packed.dtype))
+        if len(message.rows) == self.size:
+            del self._messages[number]
+            if len(message.kinds) > 1:
+                self.leave(f"the ranks send {message.kinds}", number - 1)
+            else:
+                rows = torch.stack([message.rows[rank] for rank in range(self.size)])
+                message.result = rows.sum(0) if sums else rows
+            self.notify_all()
         return message
 
     def leave(self, why: str, last: int = 0) -> None:
         """Fails all waits for messages after ``last``, the last message of a leaving rank."""
-        self.why = why
-        with self._lock:
-            self._last = last if self._last is None else min(last, self._last)
-            for number, message in self._messages.items():
-                if number > self._last:
-                    message.ended.set()
+        self.why, self.last = why, min(last, self.last)
+        self.notify_all()
 
 
 class _Sent(AsyncCollective):
-    def __init__(self, room: Room, message: _Message, packed: Tensor | None) -> None:
-        self._room, self._message, self._packed = room, message, packed
+    def __init__(self, room: Room, number: int, message: _Message, packed: Tensor | None) -> None:
+        self._room, self._number, self._message, self._packed = room, number, message, packed
 
     def wait(self) -> Tensor:
-        if not self._message.ended.is_set():
-            self._room.turn.release()
-            self._message.ended.wait(SECONDS)
-            self._room.turn.acquire()
-        if self._message.result is None:
-            raise RuntimeError(self._room.why)
-        return self._message.result if self._packed is None else self._packed.copy_(self._message.result)
+        room, message = self._room, self._message
+        room.wait_for(lambda: message.result is not None or self._number > room.last, SECONDS)
+        if message.result is None:
+            raise RuntimeError(room.why)
+        return message.result if self._packed is None else self._packed.copy_(message.result)
 
 
 class ThreadCommunicator(TorchCommunicator):
@@ -95,7 +85,7 @@ class ThreadCommunicator(TorchCommunicator):
     def _begin(self, packed: Tensor, sums: bool) -> _Sent:
         self.sent.append(("sum" if sums else "gather", packed.nbytes))
         message = self._room.publish(len(self.sent), self.rank, packed, sums)
-        return _Sent(self._room, message, packed if sums else None)
+        return _Sent(self._room, len(self.sent), message, packed if sums else None)
 
     def begin_all_gather(self, packed: Tensor) -> AsyncCollective:
         return self._begin(packed, False)
@@ -112,21 +102,18 @@ class ThreadCommunicator(TorchCommunicator):
     def leave(self, why: str) -> None:
         self._room.leave(why, len(self.sent))
 
-    def __repr__(self) -> str:
-        return f"ThreadCommunicator(rank {self.rank} of {self.size})"
-
 
 def run_threads(size: int, function: Callable[[ThreadCommunicator], Any]) -> list[Any]:
     """Runs ``function`` with the communicator of each rank; returns the results."""
     room, results, errors = Room(size), [None] * size, []  # type: ignore[var-annotated]
 
     def run(rank: int) -> None:
-        try:
-            with room.turn:
+        with room:
+            try:
                 results[rank] = function(ThreadCommunicator(room, rank))
-        except BaseException as error:
-            errors.append(error)
-            room.leave(f"rank {rank} raised {error!r}")
+            except BaseException as error:
+                errors.append(error)
+                room.leave(f"rank {rank} raised {error!r}")
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
     # The watch needs torch's timeout, which these groups don't have.
