@@ -11,7 +11,7 @@ from torch import nn
 from bagua_syncbn.communicators import LOCAL
 from bagua_syncbn.data_parallel import SynchronizedBatchNorm1d, SynchronizedBatchNorm2d, convert_model
 from tests.helpers.one_rank import Twin
-from tests.helpers.replicated import PLACES, build, draw_step, parallel, run
+from tests.helpers.replicated import PLACES, Steps, build, draw_step, parallel, run
 from tests.helpers.steps import assert_same_bits, draw
 
 pytestmark = pytest.mark.usefixtures("single_threaded")
@@ -36,30 +36,21 @@ def test_replicas_equal_the_full_batch(place, count, samples):
     torch.testing.assert_close(actual.eval()(batch).cpu(), expected.eval()(batch))
 
 
-class OnePart(nn.Module):
-    """Detaches a layer's input or output in a single replica, or disables gradients in it."""
-
-    def __init__(self, layer, detached, rank):
-        super().__init__()
-        self.layer, self.detached, self.rank = layer, detached, rank
-
-    def __data_parallel_replicate__(self, ctx, copy_id):
-        if copy_id != self.rank:
-            self.detached = ""
-
-    def forward(self, input):
-        with torch.set_grad_enabled(self.detached != "forward"):
-            output = self.layer(input.detach() if self.detached == "input" else input)
-        return output.detach() if self.detached == "output" else output
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("detached", ["input", "output", "forward"])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_partly_detached_replica_still_takes_part_in_the_statistics(place, detached, rank):
-    expected = nn.BatchNorm1d(3).double()
-    actual = parallel(OnePart(SynchronizedBatchNorm1d(3).double(), detached, rank), place, 2)
-    batch = draw(6, 3)
+    """In a single replica, the layer's input or output is detached, or gradients are disabled."""
+
+    def script(module, copy_id, input):
+        what = detached if copy_id == rank else ""
+        with torch.set_grad_enabled(what != "forward"):
+            output = module.late(input.detach() if what == "input" else input)
+        return output.detach() if what == "output" else output
+
+    expected = nn.BatchNorm1d(2).double()
+    actual = parallel(Steps(script).double(), place, 2)
+    batch = draw(6, 2)
     parts = [part.clone().requires_grad_() for part in batch.split(3)]
     inputs = [part.detach() if other == rank and detached != "output" else part for other, part in enumerate(parts)]
     outputs = expected(torch.cat(inputs)).split(3)
@@ -69,39 +60,33 @@ def test_a_partly_detached_replica_still_takes_part_in_the_statistics(place, det
     actual(whole).sin().sum().backward()
     for grad, part in zip(whole.grad.split(3), parts, strict=True):
         torch.testing.assert_close(grad, torch.zeros_like(part) if part.grad is None else part.grad)
-    torch.testing.assert_close(actual.module.layer.weight.grad.cpu(), expected.weight.grad)
-
-
-class Recording(nn.Module):
-    """Records all replicas."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer, self.seen = layer, []
-
-    def forward(self, input):
-        self.seen.append((ref(self), self.layer.running_mean.data_ptr()))
-        return self.layer(input)
+    torch.testing.assert_close(actual.module.late.weight.grad.cpu(), expected.weight.grad)
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_forward_frees_the_replicas_and_changes_only_the_users_buffers(place):
-    model = Recording(SynchronizedBatchNorm1d(3))
-    wrapped, buffers = parallel(model, place, 3), dict(model.layer.named_buffers())
+    seen = []
+
+    def script(module, copy_id, input):
+        seen.append((ref(module), module.late.running_mean.data_ptr()))
+        return module.late(input)
+
+    model = Steps(script)
+    wrapped, buffers = parallel(model, place, 3), dict(model.late.named_buffers())
     gc.collect()
     gc.disable()
     try:
-        output = wrapped(torch.randn(6, 3))
+        output = wrapped(torch.randn(6, 2))
         if place != "several GPUs":  # there, torch's class runs the replicas
-            assert [replica() for replica, _ in model.seen] == [None] * 3
+            assert [replica() for replica, _ in seen] == [None] * 3
         output.sum().backward()
     finally:
         gc.enable()
-    pointers = {pointer for _, pointer in model.seen}
+    pointers = {pointer for _, pointer in seen}
     assert len(pointers) == 3
     assert buffers["running_mean"].data_ptr() in pointers
-    assert all(getattr(model.layer, name) is buffer for name, buffer in buffers.items())
-    assert model.layer.num_batches_tracked == 1
+    assert all(getattr(model.late, name) is buffer for name, buffer in buffers.items())
+    assert model.late.num_batches_tracked == 1
 
 
 def test_results_have_the_same_bits_every_time():
