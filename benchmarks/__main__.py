@@ -3,15 +3,10 @@
     python -m benchmarks                       # everything; writes build/bench/results.json and prints tables
     python -m benchmarks --quick               # rough results in two minutes
     python -m benchmarks --sections layers --ranks 2 --shapes 8x64x56x56
-    python -m benchmarks --default-malloc --sections local
     python -m benchmarks --sections gpu --device cuda
     python -m benchmarks.report FILE...        # tables and charts of recorded results
 
 docs/benchmarks.md describes the measurements. results.json has one line per case, with all samples.
-
-By default, malloc keeps freed memory, like the allocators of training jobs (jemalloc, tcmalloc, torch's on GPUs), so a
-step reuses the memory of the previous step. With glibc's default, large blocks return to the system, and each step of
-any implementation maps its output and gradient again. ``--default-malloc`` measures that.
 """
 
 import argparse
@@ -44,7 +39,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="+", type=batches.parse_shape, metavar="8x64x56x56")
     parser.add_argument("--quick", action="store_true", help="few shapes, few rounds")
     parser.add_argument("--seconds", type=float, help="per case (default: 1.5, --quick: 0.2)")
-    parser.add_argument("--default-malloc", action="store_true", help="let malloc return memory to the system")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of ranks and gpu (default: cpu)")
     parser.add_argument("--output", type=Path, default=OUTPUT, metavar="FILE.json")
     arguments = parser.parse_args()
@@ -86,7 +80,6 @@ def run(job: dict[str, Any]) -> Results:
         "versions": machine.describe_versions(),
         "machine": machine.describe_machine(),
         "settings": {
-            "keeps_memory": not job["default_malloc"],
             "exchange": machine.describe_exchange(),
             "seconds": job["seconds"],
             "minutes": round((time.monotonic() - start) / 60, 1),
@@ -97,8 +90,6 @@ def run(job: dict[str, Any]) -> Results:
 
 def main() -> None:
     arguments = parse_arguments()
-    if not arguments.default_malloc:
-        machine.keep_memory()
     torch.manual_seed(0)
     measured = run(make_job(arguments))
     recorded.write(measured, arguments.output)
@@ -107,4 +98,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    machine.keep_memory()
     main()

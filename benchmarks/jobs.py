@@ -17,8 +17,6 @@ from .recorded import Case
 
 def launch(world_size: int, job: dict[str, Any]) -> Iterator[Case]:
     """Runs the job's sections on ``world_size`` ranks, and yields each case once measured."""
-    # No compile workers: ranks exit without cleanup, so inductor's workers would leak semaphores.
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     measured = torch.multiprocessing.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory(prefix="bagua_syncbn_bench_") as directory:
         given = world_size, f"file://{directory}/store", job, measured

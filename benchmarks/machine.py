@@ -17,8 +17,10 @@ from bagua_syncbn.communicators import shared
 from .recorded import find_commit
 
 # Turns off mapped blocks, because glibc limits their threshold to 32 MiB, and keeps up to 16 GiB of freed memory at the
-# end of the heap.
-KEEP_MEMORY = {
+# end of the heap, like the allocators of training jobs (jemalloc, tcmalloc, torch's on GPUs): a step reuses the memory
+# of the previous step. With glibc's default, large blocks return to the system, and each step of any implementation
+# maps its output and gradient again.
+_KEEP_MEMORY = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(2**34),
     "MALLOC_TOP_PAD_": str(2**29),
@@ -27,8 +29,8 @@ KEEP_MEMORY = {
 
 def keep_memory() -> None:
     """Restarts the program with a malloc that keeps memory: glibc reads the variables at start. No-op if set."""
-    if not all(os.environ.get(name) == value for name, value in KEEP_MEMORY.items()):
-        os.execve(sys.executable, sys.orig_argv, os.environ | KEEP_MEMORY)
+    if not all(os.environ.get(name) == value for name, value in _KEEP_MEMORY.items()):
+        os.execve(sys.executable, sys.orig_argv, os.environ | _KEEP_MEMORY)
 
 
 def count_cores() -> int:

@@ -27,8 +27,7 @@ def machine_line(results: Results) -> str:
         *machine.get("devices", []),
     ]
     software = ", ".join(f"{name} {version}" for name, version in versions.items())
-    malloc = "keeps freed memory" if settings["keeps_memory"] else "has the system's defaults"
-    return f"{results['date']}, {', '.join(devices)}; {software}; messages {settings['exchange']}; malloc {malloc}."
+    return f"{results['date']}, {', '.join(devices)}; {software}; messages {settings['exchange']}."
 
 
 def tables(results: Results) -> dict[str, Callable[[Results], str]]:

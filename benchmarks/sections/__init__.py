@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from . import compiled, exchange, gpu, host, layers, local, stored, training
+from . import exchange, gpu, host, layers, local, stored, training
 
 IN_ONE_PROCESS: dict[str, Any] = {
     "local": local,
@@ -10,5 +10,5 @@ IN_ONE_PROCESS: dict[str, Any] = {
     "stored": stored,
     "gpu": gpu,
 }
-ON_RANKS: dict[str, Any] = {"exchange": exchange, "compiled": compiled, "layers": layers, "training": training}
+ON_RANKS: dict[str, Any] = {"exchange": exchange, "layers": layers, "training": training}
 SECTIONS = IN_ONE_PROCESS | ON_RANKS

@@ -1,18 +1,9 @@
-"""Section stored: memory that a forward pass stores for backward, peak memory and time of a step.
-
-Peaks come from separate processes for each network and variant:
-
-    python -m benchmarks.sections.stored NETWORK VARIANT
-"""
+"""Section stored: memory that a forward pass stores for backward, and time of a step with recomputed outputs."""
 
 import copy
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 import bagua_syncbn
 
-from .. import machine
-from ..recorded import ROOT, Case, Results, of_section, ratios, shape_of, spread, table
+from ..recorded import Case, Results, of_section, ratios, shape_of, spread, table
 from ..timing import time_workload
 from .networks import NETWORKS, QUICK
 
@@ -86,33 +76,6 @@ def step(model: nn.Module, batch: Tensor) -> None:
     model(batch).square().mean().backward()
 
 
-def _resident(name: str) -> int:
-    """Returns VmRSS (resident memory) or VmHWM (its peak) in bytes."""
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    return 1024 * int(next(line for line in status.splitlines() if line.startswith(name)).split()[1])
-
-
-def _print_peak(network: str, variant: str) -> None:
-    """Prints the resident memory that a second step adds; the first step allocates gradients and library caches."""
-    torch.set_num_threads(1)
-    batch, model = torch.randn(NETWORKS[network].shape()), VARIANTS[variant](NETWORKS[network].make())
-    step(model, batch)
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak
-    before = _resident("VmHWM")
-    step(model, batch)
-    print(_resident("VmHWM") - before)
-
-
-def peak_bytes(network: str, variant: str) -> int | None:
-    """Returns the peak memory of a step; None if the system does not report it."""
-    if not Path("/proc/self/clear_refs").exists():
-        return None
-    command = [sys.executable, "-m", "benchmarks.sections.stored", network, variant]
-    environment = {name: value for name, value in os.environ.items() if name not in machine.KEEP_MEMORY}
-    environment["MALLOC_MMAP_THRESHOLD_"] = "65536"  # larger blocks return to the system when freed
-    return int(subprocess.run(command, env=environment, cwd=ROOT, stdout=-1, text=True, check=True).stdout)
-
-
 def cases(job: dict[str, Any]) -> list[tuple[str]]:
     """Returns the networks whose packages are installed."""
     return [(name,) for name in (QUICK if job["quick"] else NETWORKS) if find_spec(NETWORKS[name].needs)]
@@ -129,30 +92,23 @@ def prepare(name: str, quick: bool) -> tuple[Tensor, dict[str, nn.Module]]:
 
 def measure(name: str, job: dict[str, Any]) -> Case:
     batch, models = prepare(name, job["quick"])
-    peaks = {} if job["quick"] else {variant: peak_bytes(name, variant) for variant in VARIANTS}
     stored = {variant: stored_bytes(model, batch) for variant, model in models.items()}
-    case = {"network": name, "shape": tuple(batch.shape), "bytes": stored, "peaks": peaks}
+    case = {"network": name, "shape": tuple(batch.shape), "bytes": stored}
     if name in TIMED:
         case |= time_workload({name: partial(step, models[name], batch) for name in ("fused", "recomputed")}, job)
     return case
 
 
 def stored_table(results: Results) -> str:
-    """Memory that a forward pass stores for backward, and the peak of a step: MiB with torch's layers, and its share
-    with in-place activations, with fused activations, and with recomputed outputs.
+    """Memory that a forward pass stores for backward: MiB with torch's layers, and its share with in-place activations,
+    with fused activations, and with recomputed outputs.
     """
 
-    def shares(measured: dict[str, int | None]) -> list[str]:
-        plain, *others = measured.values() or [None] * 4
-        if plain is None:
-            return [""] * 4
-        return [f"{plain / 2**20:.1f}", *(f"{(other or 0) / plain:.2f}" for other in others)]
-
     def row(case: Case) -> list[str]:
-        return [case["network"], shape_of(case), *shares(case["bytes"]), *shares(case["peaks"])]
+        plain, *others = case["bytes"].values()
+        return [case["network"], shape_of(case), f"{plain / 2**20:.1f}", *(f"{other / plain:.2f}" for other in others)]
 
-    variants = ["in place", "fused", "recomputed"]
-    header = ["network", "batch", "stored, MiB", *variants, "peak, MiB", *variants]
+    header = ["network", "batch", "stored, MiB", "in place", "fused", "recomputed"]
     return table(header, map(row, of_section(results, "stored")))
 
 
@@ -164,7 +120,3 @@ def recomputed_table(results: Results) -> str:
 
 
 TABLES = {"stored": stored_table, "recomputed": recomputed_table}
-
-
-if __name__ == "__main__":
-    _print_peak(*sys.argv[1:])
