@@ -164,11 +164,10 @@ def test_a_replica_that_never_runs_makes_the_others_raise(monkeypatch):
         first(torch.randn(4, 2))
 
 
-def test_each_replica_runs_once(monkeypatch):
-    monkeypatch.setattr(replicas, "TIMEOUT", 5)
+def test_each_replica_runs_once():
     model = parallel(nn.Sequential(SynchronizedBatchNorm1d(2)), "cpu", 3)
     copies, batch = model.replicate(model.module, model.device_ids)[:2], torch.randn(4, 2)
     execute_replication_callbacks(copies)  # from now on, they do not wait for the third
-    model.parallel_apply(copies, [(batch,)] * 2, [{}] * 2)
+    promptly(model.parallel_apply, copies, [(batch,)] * 2, [{}] * 2)
     with pytest.raises(RuntimeError, match="'0': called after its replica's forward pass; a model in replicas"):
         promptly(model.parallel_apply, copies, [(batch,)] * 2, [{}] * 2)
