@@ -211,6 +211,17 @@ def raise_if_left(group: Any) -> None:
         raise RuntimeError(why)
 
 
+def failed(what: str, communicator: Any, error: BaseException) -> RuntimeError:
+    """Returns the error of a collective that failed in ``what``, with the likely causes of ``error``."""
+    text = f"collective failed in {what}, on rank {communicator.rank} of {communicator.size}: {type(error).__name__}"
+    if str(error) == DESTROYED:
+        return RuntimeError(f"sync_batch_norm: {text}: {error}")
+    return RuntimeError(
+        f"sync_batch_norm: {text}: {error}. A peer died, raised an error, was late, or ran different code until the "
+        "timeout; this group can no longer be used"
+    )
+
+
 def is_alive(group: Any) -> bool:
     """Returns whether ``group`` belongs to the running job and was not destroyed."""
     try:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .._groups import DESTROYED
 from .._torch.process_groups import is_gloo_on_cpu, timeout_of
-from .c10d import AsyncCollective, TorchCommunicator, leave_through, raise_if_left
+from .c10d import AsyncCollective, TorchCommunicator, failed, leave_through, raise_if_left
 from .meeting import Meeting, host_name
 
 _log = logging.getLogger("bagua_syncbn")
@@ -156,11 +156,7 @@ def _exchange_by_name(packed: Tensor, group: str, ranks: int, sums: bool) -> Ten
             return communicator.all_reduce(packed.clone())
         return communicator.all_gather(packed)
     except RuntimeError as error:
-        raise RuntimeError(
-            f"sync_batch_norm: collective failed in compiled code, on rank {communicator.rank} of {ranks}: "
-            f"{type(error).__name__}: {error}. A peer died, raised an error, was late, or ran different code "
-            "until the timeout; this group can no longer be used"
-        ) from error
+        raise failed("compiled code", communicator, error) from error
 
 
 _library.impl("exchange", _exchange_by_name, "CPU")

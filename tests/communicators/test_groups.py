@@ -179,6 +179,16 @@ def test_groups_of_an_ended_job_raise_while_their_objects_live(tmp_path):
                 layer(torch.ones(2, 1))
 
 
+@pytest.mark.ranks(2, new_job=True)
+def test_after_the_end_of_the_job_the_error_names_only_the_cure():
+    layer = SyncBatchNorm(1)
+    layer(torch.ones(2, 1))
+    name = layer._sync_state.group.communicator().name
+    dist.destroy_process_group()
+    with pytest.raises(RuntimeError, match=r"run forward and backward before destroy_process_group\(\)$"):
+        torch.ops.bagua_syncbn.exchange(torch.ones(1), name, 2, True)
+
+
 @pytest.mark.ranks(4)
 def test_a_mesh_dimension_is_saved_as_its_ranks():
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
