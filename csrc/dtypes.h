@@ -1,7 +1,7 @@
 // The supported float dtypes.
 //
-// To add a dtype: add a line here, its name in kDTypeNames, conversions in cpu/loops/vectors.inl and cuda/values.cuh,
-// and a line in DTYPES (bagua_syncbn/_ops/definition.py), in the same order.
+// To add a dtype: add a line here, its name in kDTypeNames, conversions in cpu/loops/vectors.inl, and a line in DTYPES
+// (bagua_syncbn/_ops/definition.py), in the same order.
 #pragma once
 
 #include <cstdint>

@@ -172,7 +172,7 @@ struct Loaded {
       Pack<T, W> pack = slot(u);
 #pragma unroll
       for (int w = 0; w < W; ++w) {
-        if (!batch.counts(w, u)) pack.values[w] = narrow<T>(others[w % Traits::kLanes]);
+        if (!batch.counts(w, u)) pack.values[w] = static_cast<T>(others[w % Traits::kLanes]);
       }
       memcpy(&bits[u], &pack, sizeof(pack));
     }
@@ -189,7 +189,7 @@ template <typename T, typename A, int W>
 __device__ __forceinline__ Pack<T, W> narrow_all(const A (&values)[W]) {
   Pack<T, W> pack;
 #pragma unroll
-  for (int w = 0; w < W; ++w) pack.values[w] = narrow<T>(values[w]);
+  for (int w = 0; w < W; ++w) pack.values[w] = static_cast<T>(values[w]);
   return pack;
 }
 

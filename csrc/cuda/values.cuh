@@ -11,26 +11,10 @@
 
 namespace bagua_syncbn::cuda {
 
-BAGUA_SYNCBN_HOST_DEVICE __forceinline__ float widen(__half value) {
-  return __half2float(value);
-}
-BAGUA_SYNCBN_HOST_DEVICE __forceinline__ float widen(__nv_bfloat16 value) {
-  return __bfloat162float(value);
-}
-template <typename A>
-BAGUA_SYNCBN_HOST_DEVICE __forceinline__ A widen(A value) {
-  return value;
-}
-
+// Converts a stored value to the accumulate type. A cast converts it back, rounded to nearest.
 template <typename T>
-BAGUA_SYNCBN_HOST_DEVICE __forceinline__ T narrow(Accumulate<T> value) {
-  if constexpr (std::is_same_v<T, __half>) {
-    return __float2half_rn(value);
-  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    return __float2bfloat16_rn(value);
-  } else {
-    return value;
-  }
+BAGUA_SYNCBN_HOST_DEVICE __forceinline__ Accumulate<T> widen(T value) {
+  return static_cast<Accumulate<T>>(value);
 }
 
 // W values that are loaded and stored together. They keep their storage type until all loads of a batch are issued,
@@ -88,7 +72,7 @@ __device__ __forceinline__ Bits<T, W> load_slot(const T* x, const Slot<W>& slot,
   } else if (slot.last > 0) {
     Pack<T, W> pack;
 #pragma unroll
-    for (int j = 0; j < W; ++j) pack.values[j] = slot.holds(j) ? x[slot.offset + j] : narrow<T>(0);
+    for (int j = 0; j < W; ++j) pack.values[j] = slot.holds(j) ? x[slot.offset + j] : static_cast<T>(0.0f);
     memcpy(static_cast<void*>(&bits), &pack, sizeof(bits));
   }
   return bits;
@@ -169,7 +153,7 @@ template <typename A>
 __device__ __forceinline__ void write_channel(const MutablePerChannel& tensor, int64_t c, A value) {
   dispatch(tensor.dtype, [&](auto stored) {
     using T = decltype(stored);
-    static_cast<T*>(tensor.data)[c] = narrow<T>(static_cast<Accumulate<T>>(value));
+    static_cast<T*>(tensor.data)[c] = static_cast<T>(static_cast<Accumulate<T>>(value));
   });
 }
 
