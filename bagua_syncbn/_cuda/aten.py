@@ -49,10 +49,10 @@ def _tensor_of(numbers: Sequence[int], like: Tensor) -> Tensor:
 
 
 def batch_norm_stats(
-    input: Tensor, caller: int | None = None, call: int = 0, mask: Tensor | None = None, summed: bool = False
+    input: Tensor, caller: int | None = None, number: int = 0, mask: Tensor | None = None, summed: bool = False
 ) -> Tensor:
     if not _takes([mask], input):
-        return reference.batch_norm_stats(input, caller, call, mask, summed)
+        return reference.batch_norm_stats(input, caller, number, mask, summed)
     if summed:
         return summed_stats(batch_norm_stats(input), caller)
     input = input.detach()
@@ -60,7 +60,7 @@ def batch_norm_stats(
     # passed.
     mean, var = torch.batch_norm_update_stats(input, None, None, 0.0)
     count = input.numel() // input.size(1)
-    numbers = [count % WORD, count // WORD, *header_of(caller, call)]
+    numbers = [count % WORD, count // WORD, *header_of(caller, number)]
     return torch.cat([mean, var, _tensor_of(numbers, mean)])
 
 
@@ -103,14 +103,14 @@ def batch_norm_backward_elemt(
     count: Tensor,
     ranks: int = 1,
     fault: Tensor | None = None,
-    call: int = 0,
+    number: int = 0,
     *options: Any,
     grad_input: Tensor | None = None,
 ) -> Tensor:
     if not _takes(options, input, grad_output, weight, mean, invstd):
-        arguments = grad_output, input, weight, mean, invstd, sums, count, ranks, fault, call, *options
+        arguments = grad_output, input, weight, mean, invstd, sums, count, ranks, fault, number, *options
         return reference.batch_norm_backward_elemt(*arguments, grad_input=grad_input)
-    means = means_of_sums(sums, input.size(1), count, ranks, fault, call)
+    means = means_of_sums(sums, input.size(1), count, ranks, fault, number)
     # ATen divides sums by a 32-bit count, which the values of all ranks may exceed: pass means, and 1.
     one = torch.ones(1, dtype=torch.int32, device=input.device)
     mean, invstd, weight = _per_channel(mean, mean, invstd, weight)

@@ -6,7 +6,7 @@ describes messages.
 
 ==============================  =====================================================================================
 ``batch_norm_stats``            Returns the message in forward: mean and biased variance per channel, the number of
-                                values per channel, and a header for ``caller`` and ``call``; if ``summed``, sums
+                                values per channel, and a header for ``caller`` and ``number``; if ``summed``, sums
                                 that add up over ranks, with ``caller`` as the fingerprint
 ``batch_norm_gather_stats``     Merges ``gathered``, with a row per rank or the sum over ``ranks``. Returns ``mean``
                                 (C), ``invstd`` (C) and ``count`` (int64 scalar). Updates the running statistics in
@@ -35,7 +35,7 @@ last, because each argument that is passed takes half a microsecond.
 ``[0, ...]``              none
 ``[1, rank, a, b]``       the header of ``rank`` (b, 3 values) differs from that of rank 0 (a, 3 values)
 ``[2, rank, a, b]``       the count of ``rank`` is not an integer from 0 to ``2**53``
-``[3, call, ...]``        headers differ in the sum that the op with this ``call`` read
+``[3, number, ...]``      headers differ in the sum that the op with this ``number`` read
 ========================  =============================================================================================
 """
 

@@ -10,7 +10,7 @@ from .headers import headers_differ, record_sums
 
 
 def means_of_sums(
-    sums: Tensor, channels: int, count: Tensor, ranks: int, fault: Tensor | None, call: int
+    sums: Tensor, channels: int, count: Tensor, ranks: int, fault: Tensor | None, number: int
 ) -> tuple[Tensor, Tensor]:
     """Returns the means of ``dy`` and ``dy * xmu`` (C) over the values of all ranks.
 
@@ -20,7 +20,7 @@ def means_of_sums(
     if header_sums.numel():
         differ = headers_differ(header_sums, ranks)
         sums = sums.masked_fill(differ, torch.nan)
-        record_sums(fault, differ, call)
+        record_sums(fault, differ, number)
     mean_dy, mean_dy_xmu = (sums / count).chunk(2)
     return mean_dy, mean_dy_xmu
 
@@ -40,7 +40,7 @@ def batch_norm_backward_elemt(
     count: Tensor,
     ranks: int = 1,
     fault: Tensor | None = None,
-    call: int = 0,
+    number: int = 0,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
     activation: int = 0,
@@ -54,7 +54,7 @@ def batch_norm_backward_elemt(
     if activation:
         z = normalized(input, weight, bias, mean, invstd)
         dy = activations.gradient(dy.to(z.dtype), z, activation, parameter)
-    mean_dy, mean_dy_xmu = means_of_sums(sums, input.size(1), count, ranks, fault, call)
+    mean_dy, mean_dy_xmu = means_of_sums(sums, input.size(1), count, ranks, fault, number)
     scale = per_channel(invstd if weight is None else invstd * weight, input)
     projected = (input - per_channel(mean, input)).mul_(per_channel(invstd.square() * mean_dy_xmu, input))
     dx = (dy - per_channel(mean_dy, input)).sub_(projected).mul_(scale)

@@ -45,11 +45,11 @@ def _merge_rows(gathered: Tensor, fault: Tensor | None) -> tuple[Tensor, Tensor,
     return mean.masked_fill(fails, torch.nan), var.masked_fill(fails, torch.nan), total
 
 
-def _moments_of_sums(sums: Tensor, ranks: int, fault: Tensor | None, call: int) -> tuple[Tensor, Tensor, Tensor]:
+def _moments_of_sums(sums: Tensor, ranks: int, fault: Tensor | None, number: int) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the results of :func:`_merge_rows` from sums over ``ranks``."""
     sums, header_sums = sums.tensor_split([-HEADER_SUMS_SIZE])
     differ = headers_differ(header_sums, ranks) | ~_is_integer(sums[-1], WORD * _MAX_HIGH)
-    record_sums(fault, differ, call)
+    record_sums(fault, differ, number)
     mean, var, count = Moments.of_sums(sums.masked_fill(differ, torch.nan))
     return mean, var, count.nan_to_num().to(torch.int64).view(())
 
@@ -74,12 +74,12 @@ def batch_norm_gather_stats(
     fault: Tensor | None = None,
     skip_nonfinite: bool = False,
     ranks: int = 1,
-    call: int = 0,
+    number: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if this_thread.holds_buffers:
         running_mean = running_var = num_batches_tracked = None
     summed = gathered.dim() == 1
-    mean, var, total = _moments_of_sums(gathered, ranks, fault, call) if summed else _merge_rows(gathered, fault)
+    mean, var, total = _moments_of_sums(gathered, ranks, fault, number) if summed else _merge_rows(gathered, fault)
     # An unbiased variance needs two values. The count is on the device, so the host must not branch on it.
     updates = total >= 2
     if skip_nonfinite:

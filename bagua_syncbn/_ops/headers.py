@@ -1,8 +1,8 @@
-"""Messages between ranks: layout, and headers that show whether all ranks make the same call.
+"""Messages between ranks: layout, and headers that show whether all ranks send the same message.
 
 Forward, one row per rank: ``[mean (C) | var (C) | low | high | header]``, with the biased variance. The number of
 values per channel is ``low + high * 2**24``, because float32 holds every integer only up to ``2**24``. The header is
-``layer, options, call``, 24 bits each, where ``caller = layer * 2**24 + options``. A row has no header, and an
+``layer, options, number``, 24 bits each, where ``caller = layer * 2**24 + options``. A row has no header, and an
 even size, if there is no caller.
 
 Backward, sums over ranks: ``[sum_g (C) | sum_g_xmu (C) | header_sums]``. The header sums are ``a, a**2, b, b**2, c,
@@ -32,9 +32,9 @@ def row_layout(gathered: Tensor) -> tuple[int, int]:
     return (gathered.size(1) - 2 - header_size) // 2, header_size
 
 
-def header_of(caller: int | None, call: int) -> list[int]:
+def header_of(caller: int | None, number: int) -> list[int]:
     """Returns the header for ``batch_norm_stats``."""
-    return [] if caller is None else [*divmod(caller, WORD), call]
+    return [] if caller is None else [*divmod(caller, WORD), number]
 
 
 def header_sums_of(fingerprint: int | None) -> list[int]:
@@ -67,6 +67,6 @@ def record(fault: Tensor | None, happened: Tensor, values: Sequence[Tensor]) -> 
     fault[: written.numel()].copy_(torch.where(happened & (before[0] == 0), written, before), non_blocking=True)
 
 
-def record_sums(fault: Tensor | None, differ: Tensor, call: int) -> None:
-    """Records that the headers in the sums of ``call`` differ between ranks."""
-    record(fault, differ, [torch.full_like(differ, number, dtype=torch.int64) for number in (3, call)])
+def record_sums(fault: Tensor | None, differ: Tensor, number: int) -> None:
+    """Records that the headers in the sums of message ``number`` differ between ranks."""
+    record(fault, differ, [torch.full_like(differ, value, dtype=torch.int64) for value in (3, number)])

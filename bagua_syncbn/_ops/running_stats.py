@@ -34,8 +34,8 @@ class Received(NamedTuple):
     """Number of ranks in the sum; 1 for rows."""
     fault: Tensor | None = None
     """Where the op records different headers, see :mod:`bagua_syncbn._ops`."""
-    call: int = 0
-    """Number of the call, for the record."""
+    number: int = 0
+    """Number of the message, for the record."""
 
 
 def merge_stats(received: Received, buffers: Buffers, options: Options) -> tuple[Tensor, Tensor, Tensor]:
@@ -55,7 +55,7 @@ def merge_stats(received: Received, buffers: Buffers, options: Options) -> tuple
         received.fault,
         options.skip_nonfinite,
         received.summed_over,
-        received.call,
+        received.number,
     )
     if eps == options.eps:
         return merged

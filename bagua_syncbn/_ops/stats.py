@@ -9,7 +9,7 @@ from .moments import Moments
 
 
 def _fake(
-    input: Tensor, caller: int | None = None, call: int = 0, mask: Tensor | None = None, summed: bool = False
+    input: Tensor, caller: int | None = None, number: int = 0, mask: Tensor | None = None, summed: bool = False
 ) -> Tensor:
     if summed:
         return input.new_empty(2 * input.size(1) + 1 + HEADER_SUMS_SIZE, dtype=torch.float64)
@@ -26,7 +26,7 @@ def summed_stats(row: Tensor, fingerprint: int | None) -> Tensor:
 
 @defines(_fake)
 def batch_norm_stats(
-    input: Tensor, caller: int | None = None, call: int = 0, mask: Tensor | None = None, summed: bool = False
+    input: Tensor, caller: int | None = None, number: int = 0, mask: Tensor | None = None, summed: bool = False
 ) -> Tensor:
     if summed:
         return summed_stats(batch_norm_stats(input, mask=mask), caller)
@@ -41,7 +41,7 @@ def batch_norm_stats(
         # var_mean uses Welford's algorithm, which is exact even for a mean much larger than the deviation.
         var, mean = torch.var_mean(values, reduced_dims(input), correction=0)
         row[: 2 * channels] = torch.cat([mean, var])
-    fill(row[2 * channels :], [count % WORD, count // WORD, *header_of(caller, call)])
+    fill(row[2 * channels :], [count % WORD, count // WORD, *header_of(caller, number)])
     return row
 
 

@@ -9,7 +9,7 @@ import torch
 
 from .. import _ops as ops
 from .._groups import ranks_by_text
-from .signatures import RAISED, CallSignature
+from .signatures import RAISED, Signature
 
 # Types of devices whose fault record the host checks after each op, so that all ranks raise in the same call.
 CHECKED_AT_ONCE = ("cpu",)
@@ -18,7 +18,7 @@ CHECKED_AT_ONCE = ("cpu",)
 class FaultRecord:
     """Host memory where a group's ops on one type of device record faults; see ``README.md``."""
 
-    def __init__(self, device_type: str, recent: Collection[tuple[int, CallSignature]]) -> None:
+    def __init__(self, device_type: str, recent: Collection[tuple[int, Signature]]) -> None:
         self.is_checked_at_once, self._recent = device_type in CHECKED_AT_ONCE, recent
 
         def make() -> torch.Tensor:
@@ -49,8 +49,8 @@ class FaultRecord:
         if self.is_checked_at_once:
             self.kind.value = 0
         if kind == 3:
-            texts = {call: f"{signature.text}, call {call}" for call, signature in tuple(self._recent)}
-            raise RuntimeError(differ_text(texts.get(first, "an earlier call")))
+            texts = {number: f"{signature.text}, message {number}" for number, signature in tuple(self._recent)}
+            raise RuntimeError(differ_text(texts.get(first, "an earlier message")))
         one, other = describe(headers[:3], self._recent), describe(headers[3:], self._recent)
         if kind == 2:
             raise RuntimeError(
@@ -92,24 +92,25 @@ def check_ranks() -> None:
         record.raise_if_found()
 
 
-def describe(header: Sequence[float], recent: Collection[tuple[int, CallSignature]]) -> str:
-    """Describes the call with this header, including its name if this rank has made the same call."""
+def describe(header: Sequence[float], recent: Collection[tuple[int, Signature]]) -> str:
+    """Describes the message with this header, including its layer if this rank has sent the same message."""
     layer, options, number = map(int, header)
     caller = layer * ops.WORD + options
-    text = "an error that this rank raised" if caller == RAISED else "a call unknown to this rank"
+    text = "an error that this rank raised" if caller == RAISED else "a message unknown to this rank"
     for _, signature in tuple(recent):
         if caller in (signature.caller, signature.compiled_caller):
             text = signature.text
-    return f"{text}, call {number}" if number else f"{text}, in compiled code"
+    return f"{text}, message {number}" if number else f"{text}, in compiled code"
 
 
-def differ_text(own: str, calls: Iterable[tuple[int, str]] = ()) -> str:
-    """Returns the error message for different ``calls``: (rank, call) pairs.
+def differ_text(own: str, messages: Iterable[tuple[int, str]] = ()) -> str:
+    """Returns the error for different ``messages``: (rank, description) pairs.
 
-    If the calls are unknown, the message names this rank's ``own`` call.
+    If they are unknown, the error names this rank's ``own`` message.
     """
-    by_text = ranks_by_text(calls) or [("this rank", own), ("another rank", "another call")]
+    by_text = ranks_by_text(messages) or [("this rank", own), ("another rank", "another message")]
+    differences = "; ".join(f"{ranks}: {message}" for ranks, message in by_text)
     return (
-        f"sync_batch_norm: ranks made different calls: {'; '.join(f'{ranks}: {call}' for ranks, call in by_text)}; "
+        f"sync_batch_norm: ranks made different calls: {differences}; "
         "all ranks of a group must make the same calls, in the same order and with the same options"
     )

@@ -1,4 +1,4 @@
-"""Call history of a group, from which all ranks predict the same next message."""
+"""Message history of a group, from which all ranks predict the same next message."""
 
 from __future__ import annotations
 
@@ -12,61 +12,61 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .. import _ops as ops
 from .._groups import FORKED, Communicator
 from .faults import FaultRecord
-from .signatures import CallSignature, exact_bits
+from .signatures import Signature, exact_bits
 
 
 class Place:
-    """A node in the graph of a group's call sequences. Links to the next place for each call made here."""
+    """A node in the graph of a group's message sequences. Links to the next place for each message sent here."""
 
     __slots__ = ("after", "caller", "is_backward", "next")
 
     def __init__(self, caller: int | None = None, is_backward: bool = False) -> None:
-        self.caller = caller  # caller of the call that leads here
-        self.is_backward = is_backward  # whether that call is a backward
-        self.next: CallSignature | None = None  # the latest call made here
+        self.caller = caller  # caller of the message that leads here
+        self.is_backward = is_backward  # whether a backward sent it
+        self.next: Signature | None = None  # the latest message sent here
         self.after: dict[int, Place] = {}  # places by caller
 
 
-class CallHistory:
-    """Calls of a group, and predictions that are equal on all ranks. A step starts at a forward after a backward."""
+class History:
+    """Messages of a group, and predictions that are equal on all ranks. A step starts at a forward after a backward."""
 
-    most = 2**14  # maximum number of links; all ranks forget them at the same call
+    most = 2**14  # maximum number of links; all ranks forget them at the same message
 
     def __init__(self, ranks: int) -> None:
         self.exact_bits = exact_bits(ranks)
-        self.calls = 0
+        self.messages = 0  # excluding probes and messages of compiled code
         self.probes = 0
         self.compiled: set[int] = set()  # kinds of compiled layers, whose eager calls also use compiled headers
         self.device: torch.device | None = None  # device of probes; None before the first message
-        self.failure: str | None = None  # failed call, after which ranks do not agree on the next call
-        self.sending: CallSignature | None = None  # unfinished call, in any thread
+        self.failure: str | None = None  # failed message, after which ranks do not agree on the next
+        self.sending: Signature | None = None  # unfinished message, in any thread
         self.pending: Any = None  # the Probe for this rank's error, until the peers' answers are read
-        self.recent: deque[tuple[int, CallSignature]] = deque(maxlen=2**12)  # numbers and signatures of calls
+        self.recent: deque[tuple[int, Signature]] = deque(maxlen=2**12)  # numbers and signatures of messages
         self._records: dict[str, FaultRecord] = {}  # by type of device
         self.place = self._start = Place()
         self._links = 0
-        self._followed: dict[int | None, CallSignature] = {}  # by caller: the latest new call that followed
+        self._followed: dict[int | None, Signature] = {}  # by caller: the latest new message that followed
         self._numbers = WeakIdKeyDictionary()
         self._callers: Counter[str] = Counter()
 
     @property
     def number(self) -> int:
-        """Number of the next call in headers. It is never 0, which is the number of compiled calls."""
-        return self.calls % (ops.WORD - 1) + 1
+        """Number of the next message in headers. It is never 0, which stands for messages of compiled code."""
+        return self.messages % (ops.WORD - 1) + 1
 
-    def expected(self) -> CallSignature | None:
-        """Predicts the next call from the calls of this step, or else from the last call."""
+    def expected(self) -> Signature | None:
+        """Predicts the next message from the messages of this step, or else from the last message."""
         return self.place.next or self._followed.get(self.place.caller)
 
-    def add(self, signature: CallSignature) -> None:
-        """Records a call that all ranks have made."""
+    def add(self, signature: Signature) -> None:
+        """Records a message that all ranks have sent."""
         if self.place.next is not signature:
             self._learn(signature)
         self.place = self.place.after[signature.caller]
-        self.calls += 1
-        self.recent.append((self.calls, signature))
+        self.messages += 1
+        self.recent.append((self.messages, signature))
 
-    def _learn(self, signature: CallSignature) -> None:
+    def _learn(self, signature: Signature) -> None:
         """Stores ``signature`` as the prediction for the next visit to this place.
 
         The result depends only on callers, which are equal on all ranks, and not on the identity of signatures, because
@@ -105,12 +105,12 @@ class CallHistory:
 _histories = WeakIdKeyDictionary()
 
 
-def history_in(communicator: Communicator) -> CallHistory:
-    """Returns the call history of the communicator's group."""
+def history_in(communicator: Communicator) -> History:
+    """Returns the history of the communicator's group."""
     group = getattr(communicator, "group", communicator)
-    history: CallHistory | None = _histories.get(group)
+    history: History | None = _histories.get(group)
     if history is None:
-        history = _histories[group] = CallHistory(communicator.size)
+        history = _histories[group] = History(communicator.size)
     return history
 
 

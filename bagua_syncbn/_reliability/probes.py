@@ -18,16 +18,16 @@ from .._torch.autograd import is_capturing, unseen_by_selective_checkpointing
 from ..communicators.c10d import TorchCommunicator
 from . import faults
 from .faults import describe, differ_text
-from .history import CallHistory, history_in
+from .history import History, history_in
 from .signatures import RAISED, word_of
 
-_TEXT_SIZE = 480  # size in bytes of a rank's description of its call
+_TEXT_SIZE = 480  # size in bytes of a rank's description of its message
 
 
 class Probe:
-    """A message of the kind and size that all ranks expect, with only the header of this rank's call."""
+    """A message of the kind and size that all ranks expect, with only the header of this rank's message."""
 
-    def __init__(self, history: CallHistory, caller: int, communicator: Communicator, device: torch.device) -> None:
+    def __init__(self, history: History, caller: int, communicator: Communicator, device: torch.device) -> None:
         self._recent, self._communicator, expected = history.recent, communicator, history.expected()
         self._summed, numel, dtype = False, ops.HEADER_SIZE, torch.float32
         if expected is not None:
@@ -50,7 +50,7 @@ class Probe:
         self._texts = None if text is None else communicator.begin_all_gather(encode(text))
 
     def wait(self) -> list[str] | None:
-        """Waits for peers. Returns None if all ranks raised in the same call, else descriptions of all ranks' calls."""
+        """Waits for peers. Returns None if all ranks raised at the same message, else each rank's description."""
         headers = self._headers_in(self._answer.wait())
         texts = None if self._texts is None else decode(self._texts.wait())
         if headers is None:
@@ -87,7 +87,7 @@ def report_error(process_group: Any, layer: Any, error: Exception) -> None:
         record, at_once = history.record_of(device.type), device.type in faults.CHECKED_AT_ONCE
         if record.kind.value and not at_once:  # peers may have stopped sending
             return
-        what = f"{type(error).__name__} in {name}, call {history.calls + 1}"
+        what = f"{type(error).__name__} in {name}, message {history.messages + 1}"
         history.failure = what  # set first, because an interrupt may abort this function
         text = f"{what}: {str(error).removeprefix(f'{name}: ')}"
         if history.sending is not None:  # peers may expect this message or the next
@@ -107,7 +107,7 @@ def leave(communicator: Communicator, what: str, error: BaseException) -> None:
         communicator.leave(f"rank {communicator.rank} has left the group: {type(error).__name__} in the {what}")
 
 
-def resume(history: CallHistory) -> None:
+def resume(history: History) -> None:
     """Clears a failure of the group if all ranks raised an error in the same call; raises RuntimeError otherwise."""
     if history.failure is None:
         return

@@ -1,7 +1,7 @@
 """Protocol between ranks that detects mismatched collectives before they are sent.
 
 A rank sends only the message that peers expect, predicted from the group's ``history``, and otherwise a probe. Messages
-carry headers that identify the call (``signatures``). Ops that read a message record mismatched headers (``faults``).
+carry headers that identify them (``signatures``). Ops that read a message record mismatched headers (``faults``).
 The page ``README.md`` in this folder explains all of this.
 """
 
@@ -28,9 +28,9 @@ from .._torch.process_groups import group_named
 from ..communicators import TorchCommunicator
 from . import faults
 from .faults import FaultRecord, describe, differ_text
-from .history import CallHistory, history_in
+from .history import History, history_in
 from .probes import Probe, decode, encode, leave, resume
-from .signatures import CallSignature, exact_bits, is_summed, shared_options, signature_of
+from .signatures import Signature, exact_bits, is_summed, shared_options, signature_of
 from .watch import watch
 
 
@@ -39,31 +39,29 @@ class RankExchange(Exchange):
 
     __slots__ = ("_history", "_record", "_signature", "summed")
 
-    def __init__(
-        self, signature: CallSignature, record: FaultRecord, communicator: Communicator, history: CallHistory
-    ) -> None:
+    def __init__(self, signature: Signature, record: FaultRecord, communicator: Communicator, history: History) -> None:
         super().__init__(communicator)
         self._signature, self._record, self._history = signature, record, history
         self.summed = signature.summed
 
     def open(self) -> tuple[int, int, int]:
         signature, history = self._signature, self._history
-        # 0 if peers may run compiled code, which does not count calls; otherwise history.number, inlined.
-        number = 0 if signature.kind in history.compiled else history.calls % (ops.WORD - 1) + 1
+        # 0 if peers may run compiled code, which does not count messages; otherwise history.number, inlined.
+        number = 0 if signature.kind in history.compiled else history.messages % (ops.WORD - 1) + 1
         if self.summed:  # the ops add up a fingerprint instead of comparing headers
             return number, self.fingerprint(number, "forward"), 0
         return number, signature.caller if number else signature.compiled_caller, number
 
     def fingerprint(self, number: int, which: Pass = "backward") -> int:
         signature, history = getattr(self._signature, which), self._history
-        header = (signature.caller, history.calls, number) if number else (signature.compiled_caller, 0)
+        header = (signature.caller, history.messages, number) if number else (signature.compiled_caller, 0)
         return hash(header) & history.exact_bits
 
     def check(self, number: int, rows: Tensor | None = None) -> None:
         if self._record.is_checked_at_once and self._record.kind.value:
             history, record = self._history, self._record
             signature = self._signature if rows is not None else self._signature.backward
-            own = self._describe(signature, history.calls, number)
+            own = self._describe(signature, history.messages, number)
             if record.kind.value == 2:  # an invalid count, which all ranks have read
                 history.failure = own
                 record.raise_if_found()
@@ -82,9 +80,9 @@ class RankExchange(Exchange):
         )
         if record.is_checked_at_once:
             if differ.tolist():
-                self._disagree(self._describe(signature, history.calls, number), total.device)
+                self._disagree(self._describe(signature, history.messages, number), total.device)
         else:
-            record_sums(record.tensor, differ, history.calls if number else 0)
+            record_sums(record.tensor, differ, history.messages if number else 0)
             total = total.where(~differ, torch.nan)
         history.sending = None
         return total
@@ -96,7 +94,7 @@ class RankExchange(Exchange):
         that peers expect is unknown, so the group has failed.
         """
         history, record, communicator = self._history, self._record, self.communicator
-        signature: CallSignature = getattr(self._signature, which)
+        signature: Signature = getattr(self._signature, which)
         if history.failure is not None or record.kind.value:
             resume(history)
             record.raise_if_found()
@@ -115,7 +113,7 @@ class RankExchange(Exchange):
             if number:
                 history.add(signature)
         except BaseException as error:
-            failure = self._describe(signature, history.calls + 1, number)
+            failure = self._describe(signature, history.messages + 1, number)
             if history.failure == failure:  # all ranks have detected the mismatch
                 raise
             history.failure = failure
@@ -131,11 +129,11 @@ class RankExchange(Exchange):
             message,
             summed_over=communicator.size if signature.summed else 1,
             fault=record.tensor,
-            call=history.calls if number else 0,
+            number=history.messages if number else 0,
         )
 
-    def _agree_on(self, signature: CallSignature, packed: Tensor, number: int) -> None:
-        """Sends a probe unless all ranks expect this call. Raises RuntimeError on all ranks if their probes differ."""
+    def _agree_on(self, signature: Signature, packed: Tensor, number: int) -> None:
+        """Sends a probe unless all ranks expect this message. Raises RuntimeError on all ranks if probes differ."""
         history, device, expected = self._history, packed.device, self._history.expected()
         is_expected = expected is not None and expected.caller == signature.caller
         if is_expected or is_capturing():
@@ -145,11 +143,11 @@ class RankExchange(Exchange):
         history.probes += 1
         headers = Probe(history, signature.caller, self.communicator, device).send()
         if headers is not None:
-            self._disagree(self._describe(signature, history.calls + 1, number), device, headers)
+            self._disagree(self._describe(signature, history.messages + 1, number), device, headers)
         history.device = device
 
     def _disagree(self, own: str, device: torch.device, headers: Sequence[Sequence[float]] = ()) -> NoReturn:
-        """Raises RuntimeError for ranks that made different calls; ``own`` describes this rank's call.
+        """Raises RuntimeError for ranks that made different calls; ``own`` describes this rank's message.
 
         On CPU, all ranks in eager code call this function and exchange descriptions. On devices, peers may not call it.
         """
@@ -164,11 +162,12 @@ class RankExchange(Exchange):
                 texts = decode(communicator.all_gather(encode(own)))
         raise RuntimeError(differ_text(own, enumerate(texts)))
 
-    def _describe(self, signature: CallSignature, call: int, number: int) -> str:
+    def _describe(self, signature: Signature, message: int, number: int) -> str:
+        """Describes a message and its number in the group; ``number`` is the number of the forward's message."""
         if not number:
             return f"{signature.text}, of a model that was compiled"
-        of_forward = f", of the forward in call {number}" if signature.is_backward else ""
-        return f"{signature.text}, call {call}{of_forward}"
+        of_forward = f", of the forward with message {number}" if signature.is_backward else ""
+        return f"{signature.text}, message {message}{of_forward}"
 
 
 class CompiledExchange(Exchange):

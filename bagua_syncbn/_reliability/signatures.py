@@ -1,6 +1,6 @@
-"""Signatures: the properties of a call that must be equal on all ranks, as integers for headers and as text for errors.
+"""Signatures: the properties of a message that must be equal on all ranks.
 
-``_ops/headers.py`` describes the layout of headers.
+They are integers in headers, whose layout ``_ops/headers.py`` describes, and text in errors.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def exact_bits(ranks: int) -> int:
 
 
 @dataclass(eq=False)
-class CallSignature:
-    """The properties of a call that must be equal on all ranks."""
+class Signature:
+    """The properties of a message that must be equal on all ranks."""
 
     caller: int  # two hashes in one number: the layer; direction and options
     kind: int  # hash of the model's class, or of the class of a layer outside of a model
@@ -77,7 +77,7 @@ def shared_options(call: Call, options: Options) -> tuple[Any, ...]:
 
 
 @functools.lru_cache(2**14)  # options may change in every step
-def signature_of(name: str, kind: str, shared: tuple[Any, ...], summed: bool) -> CallSignature:
+def signature_of(name: str, kind: str, shared: tuple[Any, ...], summed: bool) -> Signature:
     """Returns the signature of a forward of layer ``name``. If ``summed``, ranks sum statistics."""
     channels, is_double, updates, *options = shared
     details = f"{channels} channels, {'float64' if is_double else 'float32'}"
@@ -86,10 +86,10 @@ def signature_of(name: str, kind: str, shared: tuple[Any, ...], summed: bool) ->
         details += f", {field}={value}" if value != default else ""
     details += f", {updates}" if updates else ""
 
-    def signature(direction: str, summed: bool, numel: int, dtype: torch.dtype) -> CallSignature:
+    def signature(direction: str, summed: bool, numel: int, dtype: torch.dtype) -> Signature:
         caller = word_of(name) * ops.WORD + word_of(f"{direction} ({details})")
         text = f"{direction} of {name} ({details})"
-        return CallSignature(caller, word_of(kind), text, summed, numel, dtype, direction != "forward")
+        return Signature(caller, word_of(kind), text, summed, numel, dtype, direction != "forward")
 
     dtype = torch.float64 if is_double else torch.float32
     size = 2 * channels + ops.HEADER_SUMS_SIZE

@@ -89,7 +89,7 @@ class Normalization:
     statistics: Statistics | None = None
     """None under a torch.func transform, until the differentiable form has gathered them."""
     number: int = 0
-    """Number of the call in the group, see :meth:`.Exchange.open`."""
+    """Number of the forward's message in the group, see :meth:`.Exchange.open`."""
     is_traced: bool = False
     """Whether torch.compile traces the call. It can fuse the plain definitions of the ops with the code around them."""
 

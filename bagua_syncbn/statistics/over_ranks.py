@@ -13,7 +13,7 @@ from .._groups import LOCAL, Communicator, ProcessGroupLike, spec_of
 from .._reliability.faults import differ_text
 from .._reliability.history import history_in
 from .._reliability.protocol import RankExchange, sum_with_header
-from .._reliability.signatures import CallSignature, exact_bits, word_of
+from .._reliability.signatures import Signature, exact_bits, word_of
 from .._reliability.unsynchronized import warn_at_launch
 from .._step.checks import check_is_tensor, check_number, is_distributed
 from .._step.masks import check_mask
@@ -142,7 +142,7 @@ def sum_over_ranks(
         what = f"{what} of {type(module).__name__}"
         what = history.numbered(what, module, what)
     kind, text, numel = word_of(what), f"{what} ({details})", packed.numel() + 1 + ops.HEADER_SUMS_SIZE
-    signature = CallSignature(kind * ops.WORD + word_of(text), kind, text, True, numel, torch.float64)
+    signature = Signature(kind * ops.WORD + word_of(text), kind, text, True, numel, torch.float64)
     exchange = RankExchange(signature, history.record_of(packed.device.type), communicator, history)
     number, *_ = exchange.open()
     total, one = exchange.total(torch.cat([packed, packed.new_ones(1)]), number).tensor_split([-1])

@@ -366,7 +366,7 @@ def test_each_communicator_counts_its_calls_and_keeps_nothing_alive():
         layer = SyncBatchNorm(3, process_group=communicator)
         for _ in range(calls):
             layer(torch.randn(4, 3))
-        assert history_in(communicator).calls == calls
+        assert history_in(communicator).messages == calls
         histories.append(weakref.ref(history_in(communicator)))
         layers.append(weakref.ref(layer))
     del layer

@@ -150,8 +150,11 @@ DIVERGENCES = {
     "no call": (lambda layer, values: values.mean().backward(), "backward of SyncBatchNorm1d"),
     "a layer": (lambda layer, values: layer(values), "forward of SyncBatchNorm1d"),
     "gradients": (lambda *args: mean_in_group(*args, gradients="summed"), "mean_over_ranks (gradients='summed')"),
-    "invalid mask": (lambda layer, values: mean_in_group(layer, values, values), "TypeError in mean_over_ranks, call"),
-    "unknown argument": (lambda *args: mean_in_group(*args, reduction="mean"), "TypeError in mean_over_ranks, call"),
+    "invalid mask": (
+        lambda layer, values: mean_in_group(layer, values, values),
+        "TypeError in mean_over_ranks, message",
+    ),
+    "unknown argument": (lambda *args: mean_in_group(*args, reduction="mean"), "TypeError in mean_over_ranks, message"),
 }
 
 

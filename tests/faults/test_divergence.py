@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import bagua_syncbn
 from bagua_syncbn import _ops as ops
 from bagua_syncbn._reliability import faults
-from bagua_syncbn._reliability.history import CallHistory, history_in
+from bagua_syncbn._reliability.history import History, history_in
 from tests.faults.programs import REFUSED, STEP, Program, backward, forward, is_odd, own_group, own_model, set_in
 from tests.helpers.messages import message_of
 from tests.helpers.observed import collectives
@@ -64,7 +64,7 @@ DIVERGENCES = {
     "no backward": Program("a b c", named=(backward("c"), forward("a"))),
     "backward reordered": Program("a b c backward-in-order", named=(backward("a"), backward("c"))),
     "backward of a layer reordered": Program(
-        "a a backward-in-order", named=(backward("a"), "of the forward in call"), step="a a backward"
+        "a a backward-in-order", named=(backward("a"), "of the forward with message"), step="a a backward"
     ),
     "second derivatives reordered": Program(
         "a b differentiable-reversed",
@@ -127,7 +127,7 @@ LEGITIMATE = {
     "calls that repeat": Program("a a b b backward a b backward", step="a a b b backward a b backward"),
     "no backward on any rank": Program("a b c", step="a b c"),
     "call numbers that wrap": Program(
-        prepare=lambda model: setattr(history_in(model.a.process_group), "calls", ops.WORD - 3)
+        prepare=lambda model: setattr(history_in(model.a.process_group), "messages", ops.WORD - 3)
     ),
 }
 
@@ -299,7 +299,7 @@ def test_an_invalid_call_on_one_rank_raises_on_all(groups, kind):
     assert kind in refused[0]
     assert FAILED_BEFORE not in refused[0]
     for message in (*(messages[0] for messages in waiting), refused[1]):
-        for part in (forward("b"), DIFFER, kind, "Error in SyncBatchNorm1d 'b', call 8: "):
+        for part in (forward("b"), DIFFER, kind, "Error in SyncBatchNorm1d 'b', message 8: "):
             assert part in message
     assert all(f"process_group: {FAILED_BEFORE}, in the forward of" in messages[-1] for messages in waiting)
 
@@ -354,7 +354,10 @@ class Damaging(Twin):
 def test_a_changed_count_raises_and_the_group_stops():
     layer = bagua_syncbn.SyncBatchNorm1d(8, process_group=Damaging())
     before = copy.deepcopy(layer.state_dict())
-    for told in (r"rank 1 sent a count outside .* in the forward of .*, call 1; end the job, and check", FAILED_BEFORE):
+    for told in (
+        r"rank 1 sent a count outside .* in the forward of .*, message 1; end the job, and check",
+        FAILED_BEFORE,
+    ):
         with pytest.raises(RuntimeError, match=told):
             layer(torch.randn(4, 8))
     bagua_syncbn.check_ranks()  # does not raise the error again
@@ -393,10 +396,10 @@ def test_identical_models_are_distinguished(kind):
 # Probes.
 
 
-def count_messages(steps, most=CallHistory.most):
+def count_messages(steps, most=History.most):
     """Returns the number of collectives of each step."""
     counts = []
-    with patch.object(CallHistory, "most", most), own_model() as model:
+    with patch.object(History, "most", most), own_model() as model:
         for step in steps:
             with collectives() as counted:
                 model.run(step)

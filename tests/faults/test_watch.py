@@ -45,7 +45,7 @@ def test_a_long_wait_is_logged_with_call_and_group(pool):
     (messages, error, group), (none, _, _) = pool.run(stay_away, 2)
     assert not none
     (message,) = messages
-    what = "forward of SyncBatchNorm1d 'a' of Model (8 channels, float32, eps=1e-05, momentum=0.1), call 13"
+    what = "forward of SyncBatchNorm1d 'a' of Model (8 channels, float32, eps=1e-05, momentum=0.1), message 13"
     waited = re.match(r"sync_batch_norm: rank 0 of 2 has waited for ([\d.]+) s, half of ", message)
     assert SECONDS / 2 <= float(waited[1]) < SECONDS
     assert f"in the {what}. " in message
@@ -54,12 +54,12 @@ def test_a_long_wait_is_logged_with_call_and_group(pool):
 
 
 def test_each_long_wait_is_logged_once():
-    calls = [SimpleNamespace(calls=number, sending=SimpleNamespace(text="forward"), failure=None) for number in (4, 5)]
-    looks, clock = iter([*calls[:1] * 8, *calls[1:] * 8, None]), SimpleNamespace(monotonic=itertools.count().__next__)
+    one, two = (SimpleNamespace(messages=n, sending=SimpleNamespace(text="forward"), failure=None) for n in (4, 5))
+    looks, clock = iter([*[one] * 8, *[two] * 8, None]), SimpleNamespace(monotonic=itertools.count().__next__)
     with logged() as messages, patch.object(watch, "time", clock):
         watch._watch(lambda: next(looks), Mock(), 8.0, "rank 0 of 2", "a group", "")
     assert [re.search("waited for 4 s, half .* in the (.*)\\. A peer", message)[1] for message in messages] == [
-        "forward, call 5", "forward, call 6"
+        "forward, message 5", "forward, message 6"
     ]  # fmt: skip
 
 
@@ -69,11 +69,11 @@ def test_the_pending_call_on_a_device_is_found_by_its_number():
         for _ in range(3):
             model.run(STEP)
         history = history_in(model.a.process_group)
-        sent = history.calls + history.probes
+        sent, options = history.messages + history.probes, "float32, eps=1e-05, momentum=0.1"
         for progress, expected in (
-            ((sent, sent - 5), f"{forward('b')}, float32, eps=1e-05, momentum=0.1), call 14, which is on the device"),
+            ((sent, sent - 5), f"{forward('b')}, {options}), message 14, which is on the device"),
             ((sent, sent), ""),
             ((sent + 1, sent), ""),  # includes collectives from other code
         ):
             with patch.object(watch, "nccl_progress", return_value=progress):
-                assert watch.unfinished_call(history, "") == expected
+                assert watch.unfinished_message(history, "") == expected

@@ -333,7 +333,7 @@ def train_and_count():
     torch.cuda.synchronize()
     communicator = spec_of(None).communicator()
     history, number = history_in(communicator), nccl_id(communicator.group)
-    sent, deadline = history.calls + history.probes, time.monotonic() + 10
+    sent, deadline = history.messages + history.probes, time.monotonic() + 10
     while nccl_progress(number) != (sent, sent) and time.monotonic() < deadline:
         time.sleep(0.1)  # torch's watchdog thread records finished collectives
     return nccl_progress(number), (sent, sent)
