@@ -5,6 +5,7 @@ After Ctrl-C in a function or context that changes a model or a thread for a whi
 
 import copy
 import itertools
+import os
 import random
 import re
 import sys
@@ -37,7 +38,6 @@ from tests.helpers.steps import assert_same_bits, draw, step
 PACKAGE = Path(bagua_syncbn.__file__).parent
 PROTOCOL = ("_reliability/protocol.py",)
 STEP = "_reliability/", "communicators/", "_step/", "functional.py"
-assert all((PACKAGE / place).exists() for place in PROTOCOL + STEP)
 COMPREHENSIONS = "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"  # a part of a line, as in Python 3.12
 NAMED = re.compile(
     "this group failed before|collective failed in the (forward|backward) of Sync"
@@ -48,11 +48,11 @@ NAMED = re.compile(
 @contextmanager
 def interrupted(number, places):
     """Raises KeyboardInterrupt at line ``number`` that is executed in these files. Yields the list of lines so far."""
-    seen = []
+    seen, files = [], tuple(f"{PACKAGE / place}" for place in places)
+    assert all(map(os.path.exists, files))
 
     def trace(frame, event, _):
-        is_elsewhere = not frame.f_code.co_filename.startswith(tuple(f"{PACKAGE / place}" for place in places))
-        if is_elsewhere or frame.f_code.co_name in COMPREHENSIONS:
+        if not frame.f_code.co_filename.startswith(files) or frame.f_code.co_name in COMPREHENSIONS:
             return None
         if event == "line":
             seen.append(f"{frame.f_code.co_name}, line {frame.f_lineno}")
@@ -68,32 +68,27 @@ def interrupted(number, places):
         sys.settrace(None)
 
 
-class Step:
-    """A training step, compared with one process on the whole batch."""
+def make_step(communicator):
+    """Returns a training step, which compares this rank with one process on the whole batch."""
+    input, grad_output = draw(2, 8, 3)
+    layer = bagua_syncbn.SyncBatchNorm1d(3, process_group=communicator, dtype=torch.float64)
+    expected, own = step(nn.BatchNorm1d(3).double(), input, grad_output), slice(dist.get_rank(), None, 2)
 
-    def __init__(self, communicator):
-        torch.manual_seed(0)
-        self.inputs, self.grads = torch.randn(2, 8, 3).double()
-        self.expected = self.run(nn.BatchNorm1d(3).double(), slice(None))
-        self.layer = bagua_syncbn.SyncBatchNorm1d(3, process_group=communicator).double()
+    def run():
+        found = step(layer, input[own], grad_output[own])
+        for name in ("output", "input.grad"):
+            torch.testing.assert_close(found[name], expected[name][own])
 
-    def run(self, layer, own):
-        input = self.inputs[own].requires_grad_()
-        output = layer(input)
-        return torch.cat([output.detach(), *torch.autograd.grad(output, input, self.grads[own])], 1)
-
-    def __call__(self):
-        own = slice(0, 4) if dist.get_rank() == 0 else slice(4, 8)
-        torch.testing.assert_close(self.run(self.layer, own), self.expected[own])
+    return run
 
 
-def steps_until_an_error(step, number, before, places):
+def steps_until_an_error(run, number, before, places):
     """Runs five steps; step ``before`` is interrupted on the last rank. Returns the error and the lines."""
     done, seen = 0, []
     while done < 5:
         try:
             with interrupted(number, places) if done == before and not seen and is_odd() else nullcontext(seen) as seen:
-                step()
+                run()
             done += 1
         except KeyboardInterrupt:
             continue
@@ -109,13 +104,13 @@ def interrupt_everywhere(way, before, places):
         for number in itertools.count(1):
             begin = time.monotonic()
             with own_group(60.0) as communicator:
-                step = Step(communicator)
-                message, seen = steps_until_an_error(step, number, before, places)
+                run = make_step(communicator)
+                message, seen = steps_until_an_error(run, number, before, places)
                 place = f"line {number}, {seen[-1] if seen else ''}"
                 assert not message or NAMED.search(message), f"{place}: {message}"
                 if message:
                     with pytest.raises(RuntimeError, match=NAMED):
-                        step()
+                        run()
                 assert time.monotonic() - begin < 30, f"{place}: the other rank was not notified"
                 if not is_odd():  # the interrupted rank may take one step more
                     communicator.leave("ended")
@@ -322,7 +317,7 @@ def by_hand(function, input):
 
 
 REGIONS = {**CHECKPOINTS, "by hand": by_hand}
-CHECKPOINT_PLACES = "memory/checkpointing.py", "torch_internals/checkpoints.py", "restoring.py", "ops/native.py"
+CHECKPOINT_PLACES = "memory/checkpointing.py", "_torch/checkpoints.py", "_errors.py", "_ops/native.py"
 
 
 @pytest.mark.parametrize("name", by_name(REGIONS))
