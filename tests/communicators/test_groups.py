@@ -139,9 +139,7 @@ def test_different_descriptions_raise_on_all_ranks():
 @pytest.mark.ranks(3, new_job=True)
 def test_groups_inherit_the_timeout_of_the_job_or_the_given_group(tmp_path):
     rank = dist.get_rank()
-    dist.destroy_process_group()
-    store = f"file://{tmp_path / 'store'}"
-    dist.init_process_group("gloo", store, rank=rank, world_size=3, timeout=timedelta(seconds=60))
+    join_job(str(tmp_path / "store"), rank, 3, seconds=60)
     given = dist.new_group([0, 1], timeout=timedelta(seconds=70))
     for kind, seconds in [(None, 60), *([] if rank == 2 else [(given, 70)])]:
         options = communicator_of(kind).group._get_backend(torch.device("cpu")).options
@@ -173,7 +171,7 @@ def test_groups_of_an_ended_job_raise_while_their_objects_live(tmp_path):
     dist.destroy_process_group()
     for starts_another in (False, True):
         if starts_another:
-            dist.init_process_group("gloo", f"file://{tmp_path / 'store'}", rank=rank, world_size=2)
+            join_job(str(tmp_path / "store"), rank, 2)
         for layer in layers:
             with pytest.raises(RuntimeError, match="expected a live group, got a destroyed one"):
                 layer(torch.ones(2, 1))

@@ -1,10 +1,10 @@
 """A rank that has waited for half of the timeout logs its call."""
 
 import itertools
-import logging
 import re
-from contextlib import contextmanager
+import time
 from types import SimpleNamespace
+from unittest import TestCase
 from unittest.mock import Mock, patch
 
 import pytest
@@ -12,53 +12,44 @@ import torch.distributed as dist
 
 from bagua_syncbn._reliability import watch
 from bagua_syncbn._reliability.history import history_in
-from tests.faults.programs import STEP, forward, message_of, own_model
+from bagua_syncbn.communicators import shared
+from tests.faults.programs import STEP, forward, is_odd, message_of, own_model
 
 SECONDS = 6.0  # timeout of the group; calls take much less than half of it, even on a busy machine
 
 
-@contextmanager
-def logged():
-    """Yields a list of the package's warnings."""
-    messages = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logger = logging.getLogger("bagua_syncbn")
-    logger.addHandler(handler)
-    try:
-        yield messages
-    finally:
-        logger.removeHandler(handler)
-
-
-def stay_away():
-    """Runs three steps; rank 1 skips the last."""
-    with logged() as messages, own_model(SECONDS) as model:
+@pytest.mark.ranks(2)
+def test_a_long_wait_is_logged_with_call_and_group():
+    """Rank 1 skips the third step."""
+    with own_model(SECONDS) as model:
         for _ in range(2):
             model.run(STEP)
-        error = message_of(lambda: model.run(STEP)) if dist.get_rank() == 0 else ""
+        if is_odd():
+            with TestCase().assertNoLogs("bagua_syncbn", "WARNING"):
+                dist.barrier()
+            return
+        begin = time.monotonic()
+        with TestCase().assertLogs("bagua_syncbn", "WARNING") as logs:
+            error = message_of(lambda: model.run(STEP))
+        took = time.monotonic() - begin
         dist.barrier()
-        return messages, error, model.a.process_group.name
+        (message,) = (record.getMessage() for record in logs.records)
+        what = "forward of SyncBatchNorm1d 'a' of Model (8 channels, float32, eps=1e-05, momentum=0.1), message 13"
+        waited = re.match(r"sync_batch_norm: rank 0 of 2 has waited for ([\d.]+) s, half of ", message)
+        assert SECONDS / 2 <= float(waited[1]) < SECONDS
+        assert f"in the {what}. " in message
+        assert f"(group {model.a.process_group.name})" in message
+        assert f"collective failed in the {what}, on rank 0" in error
+        assert SECONDS - 0.1 < took < SECONDS + 54
+        assert shared.problem() or "rank 1 of the group did not arrive before the timeout" in error
 
 
-def test_a_long_wait_is_logged_with_call_and_group(pool):
-    (messages, error, group), (none, _, _) = pool.run(stay_away, 2)
-    assert not none
-    (message,) = messages
-    what = "forward of SyncBatchNorm1d 'a' of Model (8 channels, float32, eps=1e-05, momentum=0.1), message 13"
-    waited = re.match(r"sync_batch_norm: rank 0 of 2 has waited for ([\d.]+) s, half of ", message)
-    assert SECONDS / 2 <= float(waited[1]) < SECONDS
-    assert f"in the {what}. " in message
-    assert f"(group {group})" in message
-    assert f"collective failed in the {what}, on rank 0" in error
-
-
-def test_each_long_wait_is_logged_once():
+def test_each_long_wait_is_logged_once(caplog):
     one, two = (SimpleNamespace(messages=n, sending=SimpleNamespace(text="forward"), failure=None) for n in (4, 5))
     looks, clock = iter([*[one] * 8, *[two] * 8, None]), SimpleNamespace(monotonic=itertools.count().__next__)
-    with logged() as messages, patch.object(watch, "time", clock):
+    with patch.object(watch, "time", clock):
         watch._watch(lambda: next(looks), Mock(), 8.0, "rank 0 of 2", "a group", "")
-    assert [re.search("waited for 4 s, half .* in the (.*)\\. A peer", message)[1] for message in messages] == [
+    assert [re.search("waited for 4 s, half .* in the (.*)\\. A peer", text)[1] for text in caplog.messages] == [
         "forward, message 5", "forward, message 6"
     ]  # fmt: skip
 

@@ -1,6 +1,4 @@
-"""The layers' groups, and jobs with chosen timeouts."""
-
-from datetime import timedelta
+"""The layers' groups."""
 
 import pytest
 import torch
@@ -32,31 +30,6 @@ def mean_over(process_group):
     layer = SyncBatchNorm(1, momentum=1.0, process_group=process_group)
     layer(torch.full((2, 1), float(dist.get_rank())))
     return layer.running_mean.item()
-
-
-def join(store, world_size, rank, seconds=300.0):
-    """Starts a job with a timeout of ``seconds``. ``store`` is a kind ("tcp" or "file") and a port or path."""
-    dist.barrier()
-    dist.destroy_process_group()
-    kind, place = store
-    timeout = timedelta(seconds=seconds)
-    if kind == "tcp":
-        keeper = dist.TCPStore("localhost", place, world_size, rank == 0, timeout, multi_tenant=True)
-    else:
-        keeper = dist.FileStore(place, world_size)
-        keeper.set_timeout(timeout)
-    dist.init_process_group("gloo", store=keeper, rank=rank, world_size=world_size, timeout=timeout)
-
-
-class WaitingRoom:
-    """Makes ranks wait for each other, possibly longer than the job's timeout. ``path`` names a new file."""
-
-    def __init__(self, path):
-        self._store = dist.FileStore(path, dist.get_world_size())
-
-    def wait_for_all(self, event):
-        self._store.set(f"{event} {dist.get_rank()}", "")
-        self._store.wait([f"{event} {rank}" for rank in range(dist.get_world_size())], timedelta(seconds=300))
 
 
 def check_refused(process_group, error, message):

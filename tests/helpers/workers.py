@@ -35,11 +35,11 @@ def fork_context() -> Any:
 
 
 def join_job(store: str, rank: int, world_size: int, seconds: float = 1800.0) -> None:
-    """Starts a job over gloo, by default with torch's timeout of 30 minutes."""
+    """Starts a job over gloo, by default with torch's timeout of 30 minutes. ``store`` is a file or an address."""
     if dist.is_initialized():
         dist.destroy_process_group()
     options: Any = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=seconds)}
-    dist.init_process_group("gloo", init_method=f"file://{store}", **options)
+    dist.init_process_group("gloo", init_method=store if "://" in store else f"file://{store}", **options)
 
 
 def start_ranks(store: Path, function: Callable[..., None], size: int, *args: Any) -> tuple[list[Any], Any]:
