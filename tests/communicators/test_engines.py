@@ -4,7 +4,6 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -12,7 +11,6 @@ from bagua_syncbn import sync_group
 from bagua_syncbn._groups import LOCAL, RankGroup, engines, spec_of
 from bagua_syncbn._groups.spec import members_by, rank_and_size
 from bagua_syncbn.communicators import TorchCommunicator, torch_engine
-from tests.helpers.cases import Case, compare, run_rank
 from tests.helpers.own_groups import communicator_of, mean_over
 
 
@@ -42,18 +40,6 @@ def running():
         yield whole
     finally:
         engines[:] = others
-
-
-CASE = Case((2, 0, 3), (3, 4), torch.float64)
-
-
-def train_on_engine():
-    with running():
-        return run_rank(CASE)
-
-
-def test_layers_train_over_the_ranks_of_the_engine(pool):
-    compare(CASE, pool.run(train_on_engine, 3))
 
 
 @pytest.mark.ranks(2)

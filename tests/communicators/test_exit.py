@@ -4,6 +4,8 @@ import gc
 import os
 import sys
 import time
+from operator import le
+from pathlib import Path
 from weakref import ref
 
 import pytest
@@ -63,22 +65,26 @@ def use_groups(times, fails, kept):
 
 
 def held():
-    """Returns the numbers of file descriptors and of threads."""
+    """Returns the numbers of file descriptors, threads, torch's groups, and maps of shared memory."""
     gc.collect()
-    return [len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task")]
+    descriptors, threads = (len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task"))
+    maps = Path("/proc/self/maps").read_text().count("memfd:bagua_syncbn")
+    return descriptors, threads, len(dist.distributed_c10d._world.pg_map), maps
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_layers_group_ends_with_its_given_group(fails):
+@pytest.mark.parametrize(("fails", "times"), [(False, 5), (True, 5), pytest.param(False, 300, marks=pytest.mark.slow)])
+def test_the_layers_group_ends_with_its_given_group(fails, times):
     kept = []  # a destroyed group
     use_groups(2, fails, kept)
     before, deadline = held(), time.monotonic() + 60
-    use_groups(5, fails, kept)
-    while sum(held()) > sum(before) and time.monotonic() < deadline:  # threads may take a moment to exit
+    use_groups(times, fails, kept)
+    while (
+        not all(map(le, after := held(), before)) and time.monotonic() < deadline
+    ):  # threads may take a moment to exit
         time.sleep(0.05)
-    assert sum(held()) <= sum(before), f"{held()} descriptors and threads, after {before}"
+    assert all(map(le, after, before)), f"{after} descriptors, threads, groups and maps, after {before}"
 
 
 def send(collective):

@@ -3,10 +3,9 @@
 import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -31,6 +30,11 @@ def end_process(how, *_):
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     raise ValueError("on this rank only")
+
+
+def press_ctrl_c_soon():
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
 
 
 def train_until_a_death(store: str, rank: int, size: int, how: str, ending: int, answers: Any) -> None:
@@ -74,14 +78,12 @@ def test_peers_of_a_dead_rank_name_their_layer(tmp_path, how, layer, size, endin
 def exchange_until_a_death(store: str, rank: int, size: int, how: str, answers: Any) -> None:
     """Calls the op of compiled code twice; rank 1 ends before its second call. Rank 0 answers with its errors."""
     join_job(store, rank, size, SECONDS)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     exchange = partial(torch.ops.bagua_syncbn.exchange, torch.ones(3), spec_of(None).communicator().name, size, False)
     exchange()
     if rank == 1:
         end_process(how)
-    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
     if how == "asleep":
-        timer.start()
+        press_ctrl_c_soon()
     for _ in range(2):
         try:
             exchange()
@@ -127,38 +129,25 @@ def test_a_forked_child_raises_and_its_parent_continues(kind):
         assert (layer.num_batches_tracked, new.num_batches_tracked) == (2, 1)
 
 
-# Rank 0 of two ranks; rank 1 is alive, but sends no message. A group's destructor waits for the group's collectives.
-UNFINISHED = """
-import signal, sys, torch, bagua_syncbn
-from torch import distributed as dist
-signal.signal(signal.SIGALRM, signal.default_int_handler)
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=2)
-communicator = bagua_syncbn.communicators.TorchCommunicator(dist.group.WORLD)
-try:
-    if sys.argv[2] == "begun":
+def leave_a_collective(store: str, rank: int, size: int, how: str, answers: Any) -> None:
+    """Rank 0 ends its job after a collective that rank 1, which is alive, does not join."""
+    join_job(store, rank, size, SECONDS)
+    if rank == 1:
+        end_process("asleep")
+    communicator = TorchCommunicator(dist.group.WORLD)
+    if how == "begun":
         communicator.begin_all_gather(torch.ones(3))
     else:
-        signal.alarm(1)
-        communicator.all_gather(torch.ones(3))
-except KeyboardInterrupt:
-    pass
-dist.destroy_process_group()
-"""
-
-
-def stay_away(store: str, rank: int, size: int, _: Any) -> None:
-    if rank == 1:
-        join_job(store, rank, size, SECONDS)
-        end_process("asleep")
+        press_ctrl_c_soon()
+        with suppress(KeyboardInterrupt):
+            communicator.all_gather(torch.ones(3))
+    dist.destroy_process_group()  # a group's destructor waits for the group's collectives
 
 
 @pytest.mark.parametrize("how", ["begun", "interrupted"])
 def test_a_rank_with_an_unfinished_collective_ends_its_job_without_waiting(tmp_path, how):
-    (_, peer), _ = start_ranks(tmp_path / "store", stay_away, 2)
-    arguments = [sys.executable, "-c", UNFINISHED, str(tmp_path / "store"), how]
-    try:
-        ended = subprocess.run(arguments, capture_output=True, text=True, timeout=SECONDS / 4)
-        assert peer.is_alive()
-    finally:
-        peer.kill()
-    assert ended.returncode == 0, ended.stderr
+    (rank, peer), _ = start_ranks(tmp_path / "store", leave_a_collective, 2, how)
+    rank.join(SECONDS / 4)
+    assert peer.is_alive()
+    peer.kill()
+    assert rank.exitcode == 0
