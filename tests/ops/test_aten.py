@@ -1,5 +1,6 @@
 """The ops on ATen's CUDA kernels, which CPU functions (aten_functions.py) simulate."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from bagua_syncbn._cuda import aten, selection
 from bagua_syncbn._ops import native, reference
 from tests.helpers.aten_functions import ATEN
 from tests.helpers.comparison import OpCase, check
+from tests.helpers.op_calls import op_calls, op_of
 
 
 def test_four_ops_use_atens_kernels(called):
@@ -25,27 +27,17 @@ def test_statistics_that_overflow_stay_in_their_channel(called):
 
 
 def test_the_reference_computes_what_aten_cannot(called):
-    input, grad_output, residual = torch.randn(3, 2, 4, 5).unbind()
-    empty, ones, count = input[:0], torch.ones(4), torch.tensor(10)
-    mask = input[:, 0] > 0
-    gradient = grad_output, input, ones, ones, ones, ones.repeat(2), count
-    for name, *arguments in (
-        ("stats", empty),
-        ("stats", input, None, 0, mask),
-        ("elemt", empty, ones, ones, ones, ones),
-        ("elemt", input, ones, ones, ones, ones, residual),
-        ("elemt", input, ones, ones, ones, ones, None, 1, 0.0),
-        ("backward_reduce", empty, empty, ones, ones, ones, 5),
-        ("backward_reduce", grad_output.double(), input, ones, ones, ones, 5),
-        ("backward_reduce", grad_output, input, ones, ones, ones, 5, ones, residual, 1, 0.0),
-        ("backward_elemt", empty, empty, *gradient[2:]),
-        ("backward_elemt", *gradient, 1, None, 0, mask),
-        ("backward_elemt", *gradient, 1, None, 0, None, ones, 1, 0.0),
-        ("gather_stats", torch.ones(2, 8), ones[:3].clone(), ones[:3].clone(), torch.tensor(3), None, 1e-5),
+    calls, empty = op_calls(), op_calls((0, 3, 5))
+    elemt, reduce = calls["batch_norm_elemt"], calls["batch_norm_backward_reduce"]
+    for name, arguments in (
+        *((name, arguments) for name, arguments in calls.items() if name.endswith((" act", " mask", " average"))),
+        *((name, arguments) for name, arguments in empty.items() if not name.endswith(" in place")),
+        ("batch_norm_elemt", elemt | {"residual": elemt["input"]}),
+        ("batch_norm_elemt", elemt | {"residual": None, "activation": 1, "parameter": 0.0}),
+        ("batch_norm_backward_reduce", reduce | {"grad_output": reduce["grad_output"].double()}),
     ):
-        actual = getattr(aten, f"batch_norm_{name}")(*arguments)
-        expected = getattr(reference, f"batch_norm_{name}")(*arguments)
-        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+        results = [op_of(ops, name)(*copy.deepcopy(arguments).values()) for ops in (aten, reference)]
+        torch.testing.assert_close(*results, rtol=0, atol=0)
     assert called == []
 
 

@@ -13,9 +13,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bagua_syncbn._ops import reference
+from tests.helpers.op_calls import op_calls, op_of
 from tests.helpers.tolerances import DTYPES
-
-SPLIT = (1, 1, 40000)  # a shape whose reductions are split
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 30000), (5000, 16)])
@@ -90,56 +89,30 @@ def test_parts_that_need_64_bit_indices_are_refused(emulated, sizes):
 def test_tensors_on_different_devices_are_refused_by_name(emulated):
     """Bypasses the dispatcher, which would pick other kernels for a meta tensor."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-    x, c, count, mask = torch.ones(2, 3, 4), torch.ones(3), torch.tensor(8), torch.ones(2, 4, dtype=torch.bool)
-    calls = {
-        emulated.batch_norm_gather_stats: ([torch.ones(2, 8), c, c, count, 0.1, 1e-5], range(1, 4)),
-        emulated.batch_norm_elemt: ([x, c, c, c, c, x, 1], range(1, 6)),
-        emulated.batch_norm_backward_reduce: ([x, x, c, c, c, None, c, x, 1, 0.0, x], (0, 2, 3, 6, 7, 10)),
-        emulated.batch_norm_backward_elemt: (
-            [x, x, c, c, c, torch.ones(6), count, 1, None, 0, mask, c],
-            (0, *range(2, 7), 10, 11),
-        ),
-    }
-    for op, (arguments, places) in calls.items():
-        for place in places:
-            elsewhere = [a.to("meta") if i == place else a for i, a in enumerate(arguments)]
-            message = "expected all tensors on the same device, got an unsupported device and cpu"
-            with pytest.raises(RuntimeError, match=f"^{op._schema.arguments[place].name}: {message}$"):
-                op.redispatch(keys, *elsewhere)
+    for key, arguments in op_calls().items():
+        for name, argument in arguments.items():
+            if isinstance(argument, torch.Tensor) and name not in ("input", "gathered"):
+                message = "expected all tensors on the same device, got an unsupported device and cpu"
+                with pytest.raises(RuntimeError, match=f"^{name}: {message}$"):
+                    op_of(emulated, key).redispatch(keys, **arguments | {name: argument.to("meta")})
 
 
-def aten_calls(function, *args):
-    """Returns the outermost ATen ops that ``function(*args)`` runs."""
+def aten_calls(function, **arguments):
+    """Returns the outermost ATen ops that ``function(**arguments)`` runs."""
     with profile(activities=[ProfilerActivity.CPU]) as prof:
-        function(*args)
+        function(**arguments)
     events = [event for event in prof.events() if event.name.startswith("aten::")]
     return [e.name for e in events if e.cpu_parent is None or not e.cpu_parent.name.startswith("aten::")]
 
 
 def test_an_op_launches_one_kernel_and_a_second_one_to_merge_parts(emulated, library):
     """On a GPU, each ATen op in a call would be an additional launch."""
-    reductions = {emulated.batch_norm_stats: "merge_stats", emulated.batch_norm_backward_reduce: "merge_sums"}
-    for shape in ((4, 3, 8, 8), (5000, 8), SPLIT):
-        x, g = torch.randn(2, *shape).unbind()
-        c = torch.ones(shape[1])
-        sums, rows, counter = c.repeat(2), torch.ones(2, 2 * len(c) + 2), torch.tensor(0)
-        mask, gradient = x.select(1, 0) > 0, (g, x, c, c, c, sums, counter)
-        calls = [
-            (emulated.batch_norm_stats, (x,)),
-            (emulated.batch_norm_stats, (x, None, 0, mask)),
-            (emulated.batch_norm_gather_stats, (rows, c.clone(), c.clone(), counter, None, 1e-5)),
-            (emulated.batch_norm_elemt, (x, c, c, c, c)),
-            (emulated.batch_norm_elemt, (x, c, c, c, c, g, 1, 0.0)),
-            (emulated.batch_norm_backward_reduce, (g, x, c, c, c)),
-            (emulated.batch_norm_backward_reduce, (g, x, c, c, c, None, c, g, 1, 0.0, x + 0)),
-            (emulated.batch_norm_backward_elemt, gradient),
-            (emulated.batch_norm_backward_elemt, (*gradient, 1, None, 0, mask)),
-            (emulated.batch_norm_backward_elemt, (*gradient, 1, None, 0, None, c, 1, 0.0)),
-        ]
-        for op, arguments in calls:
+    reductions = {"batch_norm_stats": "merge_stats", "batch_norm_backward_reduce": "merge_sums"}
+    for shape in ((4, 3, 8, 8), (5000, 8), (1, 1, 40000)):
+        for key, arguments in op_calls(shape).items():
             library.launches()
-            assert aten_calls(op, *arguments) == []
+            assert aten_calls(op_of(emulated, key), **arguments) == []
             first, *others = library.launches()
             is_split = first.endswith(" in parts") and first.startswith(("stats_", "backward_reduce_"))
-            assert is_split == (op in reductions and shape != (4, 3, 8, 8))
-            assert [name.split("<")[0] for name in others] == ([reductions[op]] if is_split else [])
+            assert is_split == (key.split()[0] in reductions and shape != (4, 3, 8, 8))
+            assert [name.split("<")[0] for name in others] == ([reductions[key.split()[0]]] if is_split else [])

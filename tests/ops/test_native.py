@@ -1,5 +1,6 @@
 """Rounding, reproducibility and memory of the CPU kernels. test_values.py compares values."""
 
+import copy
 import os
 
 import pytest
@@ -11,6 +12,7 @@ from bagua_syncbn import _ops as ops
 from bagua_syncbn._ops.activations import activation_of
 from tests.helpers.cases import laid_out
 from tests.helpers.comparison import check_last_of_many
+from tests.helpers.op_calls import op_calls, op_of
 from tests.helpers.workers import run_fresh
 
 pytestmark = pytest.mark.skipif(
@@ -46,31 +48,15 @@ def test_outputs_are_rounded_as_torch_does(dtype):
     assert ops.batch_norm_elemt(torch.ones(40, 2, dtype=dtype), None, None, zero.expand(2), nan).isnan().all()
 
 
-def results_of(input, grad_output, mask):
-    """Returns the results of all ops that read the input."""
-    stats = ops.batch_norm_stats(input)
-    mean, invstd, count = ops.batch_norm_gather_stats(stats[None], None, None, None, None, 1e-5)
-    sums, *grads = ops.batch_norm_backward_reduce(grad_output, input, mean, invstd, mean)
-    gradient = grad_output, input, mean, mean, invstd, sums, count
-    return [
-        *(stats, sums, *grads, ops.batch_norm_stats(input, mask=mask)),
-        ops.batch_norm_elemt(input, mean, mean, mean, invstd),
-        ops.batch_norm_elemt(input, mean, mean, mean, invstd, grad_output, 5, 0.0),
-        ops.batch_norm_backward_elemt(*gradient),
-        ops.batch_norm_backward_elemt(*gradient, mask=mask),
-        ops.batch_norm_backward_elemt(*gradient, bias=mean, activation=5),
-    ]
-
-
 @pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(3, 2, 70001), (70, 5, 777), (2, 300, 40), (20000, 37), (3, 65, 1)], ids=str)
 def test_results_are_bitwise_equal_for_any_number_of_threads(shape, dtype):
-    arguments = *torch.randn(2, *shape).to(dtype).unbind(), torch.rand(shape[0], *shape[2:]) < 0.5
-    before, results = torch.get_num_threads(), []
+    calls, before, results = op_calls(shape, dtype), torch.get_num_threads(), []
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            results.append(results_of(*arguments))
+            given = copy.deepcopy(calls)
+            results.append([(op_of(ops, name)(**arguments), arguments) for name, arguments in given.items()])
     finally:
         torch.set_num_threads(before)
     torch.testing.assert_close(*results, rtol=0, atol=0)

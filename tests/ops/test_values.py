@@ -9,8 +9,8 @@ from bagua_syncbn._ops import IDENTITY, KERNELS, activation_of, reference
 from bagua_syncbn._ops.activations import ACTIVATIONS
 from tests.helpers.cases import SHAPES_IN_LAYOUTS
 from tests.helpers.comparison import OpCase, check, check_activation, check_merge, check_not_finite
+from tests.helpers.op_calls import check_refused, invalid_calls
 from tests.helpers.tolerances import DTYPES
-from tests.helpers.wrong_arguments import check_refused, invalid_calls
 
 GIVEN = [IDENTITY, *map(activation_of, (*ACTIVATIONS, ("leaky_relu", 0.3), ("elu", 0.7)))]
 POSITIONS = ["scattered", "none", "all"]
