@@ -118,16 +118,6 @@ def test_filters_select_the_layers_to_freeze():
     assert caught[0].filename == __file__
 
 
-def test_models_that_are_compiled_without_guards_freeze():
-    model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3)))
-    options = {"guard_filter_fn": lambda guards: [False] * len(guards)}
-    compiled = torch.compile(model, backend="eager", fullgraph=True, options=options)
-    for action, count in ((nn.Module.train, 1), (freeze_statistics, 1), (unfreeze_statistics, 2)):
-        action(compiled).train()
-        compiled(torch.randn(4, 3, 2, 2))
-        assert model[0].num_batches_tracked == count
-
-
 REFUSED = {
     "torch's": (lambda: nn.BatchNorm2d(3), "BatchNorm2d '1' is not synchronized; convert"),
     "untracked": (lambda: SyncBatchNorm2d(3, track_running_stats=False), "'1' has no running statistics; exclude"),
@@ -153,8 +143,3 @@ def test_calls_that_conflict_with_freezing_raise():
         update_bn(batches, model)
     with pytest.raises(ValueError, match="frozen SyncBatchNorm2d; call unfreeze_statistics first"):
         revert_sync_batchnorm(model)
-    for function in (freeze_statistics, unfreeze_statistics):
-        with pytest.raises(TypeError, match="module: expected"):
-            function(model[0].bias)
-        with pytest.raises(TypeError, match="filter: expected"):
-            function(model, "0")

@@ -56,6 +56,7 @@ def test_torchs_layers_convert_and_revert(local, synced):
 
 USES = convert_sync_batchnorm, revert_sync_batchnorm, conversion_report, fuse_activations
 USES += partial(recompute_outputs, enabled=False), partial(with_bagua, optimizers=[])
+USES += freeze_statistics, unfreeze_statistics
 
 
 @pytest.mark.parametrize("use", USES)
@@ -156,7 +157,7 @@ def test_a_refused_conversion_leaves_the_model_unchanged(change, make, error, me
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_conversion_recompiles_a_compiled_model(in_place):
+def test_conversion_and_freezing_recompile_a_compiled_model(in_place):
     torch.compiler.reset()
     model = compiled = nn.Sequential(nn.BatchNorm1d(1, momentum=1.0))
     # Without guards, torch keeps using the compiled code.
@@ -165,10 +166,15 @@ def test_conversion_recompiles_a_compiled_model(in_place):
         model.compile(**options)
     else:
         compiled = torch.compile(model, **options)
-    for change, mean in ((partial(convert_sync_batchnorm, skip_nonfinite=True), 2), (revert_sync_batchnorm, torch.inf)):
-        compiled(torch.full((4, 1), 2.0))
-        assert change(compiled) is compiled
-        compiled(torch.full((4, 1), torch.inf))
+    compiled(torch.full((4, 1), 2.0))
+    for change, value, mean in (
+        (partial(convert_sync_batchnorm, skip_nonfinite=True), torch.inf, 2),
+        (freeze_statistics, 3.0, 2),
+        (unfreeze_statistics, 3.0, 3),
+        (revert_sync_batchnorm, torch.inf, torch.inf),
+    ):
+        assert change(compiled).train() is compiled
+        compiled(torch.full((4, 1), value))
         assert model[0].running_mean.item() == mean
 
 

@@ -13,7 +13,9 @@ from bagua_syncbn import (
     SyncBatchNorm2d,
     conversion_report,
     convert_sync_batchnorm,
+    freeze_statistics,
     register_converter,
+    unfreeze_statistics,
     with_bagua,
 )
 from tests.helpers.user_layers import BatchNormReLU
@@ -68,7 +70,7 @@ def test_filter_selects_by_name_and_layer():
     assert type(model["wrapped"][0]) is nn.BatchNorm1d
     convert_sync_batchnorm(model, 1, filter=lambda name, layer: name == "b")
     assert (model["b"].process_group, model["again"].process_group) == (1, None)
-    for use in (convert_sync_batchnorm, conversion_report):
+    for use in (convert_sync_batchnorm, conversion_report, freeze_statistics, unfreeze_statistics):
         with pytest.raises(TypeError, match=r"filter: expected a function .* got str"):
             use(model, filter="b")
         with pytest.raises(TypeError, match=r"filter: expected a function filter\(name, module\).* got .*\(name\)$"):
