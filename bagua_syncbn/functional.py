@@ -12,7 +12,6 @@ from . import _ops as ops
 from ._errors import notifies_peers
 from ._groups import LOCAL, Communicator, ProcessGroupLike, spec_of
 from ._ops.options import Options
-from ._registry import Registry
 from ._step.by_torch import ByTorch, in_evaluation, suits_torch
 from ._step.call import NO_MASK, Call, Normalization, Statistics
 from ._step.checks import check_flag, check_local_count, check_tensors, check_tracer, checked_options, named
@@ -40,7 +39,7 @@ make_exchange: Callable[[Call, Options, Communicator], Exchange] = make_plain_ex
 compute_special: Callable[[Call], Tensor | None] = lambda call: None  # noqa: E731
 """Computes calls with inputs of special classes, such as DTensor; returns None for others. Set by ``statistics``."""
 
-first_call_checks: Registry[Callable[[Call], bool]] = Registry()
+first_call_checks: list[Callable[[Call], bool]] = []
 """Checks for eager calls that are not cached. A check that returns False keeps the call out of the cache."""
 
 

@@ -8,6 +8,8 @@ from .selection import EXPERIMENTAL, check_kernels, cuda_kernels
 __all__ = ["EXPERIMENTAL", "agreed", "check_kernels", "cuda_kernels"]
 
 
-@first_call_checks.register
 def _is_checked(call: Call) -> bool:
     return not call.input.is_cuda or check_kernels(call.input)
+
+
+first_call_checks.append(_is_checked)

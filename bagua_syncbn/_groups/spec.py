@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 
 from .._errors import restored
-from .._registry import Registry
 from .._torch.autograd import untraced
 from .communicator import LOCAL, Communicator
 from .texts import text_of_argument
@@ -121,7 +120,7 @@ class Engine(Protocol):
         """Returns whether this engine has made ``module`` itself data parallel."""
 
 
-engines: Registry[Engine] = Registry()
+engines: list[Engine] = []
 """Engines in ascending priority: the last running engine creates communicators."""
 
 DESTROYED = (

@@ -39,8 +39,10 @@ def warn_at_launch(what: str, process_group: Any, stacklevel: int) -> None:
         warnings.warn(f"{what}: {missing}", stacklevel=stacklevel)
 
 
-@first_call_checks.register
 def _check_first_call(call: Call) -> bool:
     if call.group is not None:
         warn_at_launch("batch normalization is not synchronized", call.group, stacklevel=3)
     return True
+
+
+first_call_checks.append(_check_first_call)

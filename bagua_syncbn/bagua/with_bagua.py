@@ -18,7 +18,7 @@ from ..conversion.models import check_module, is_data_parallel
 from ..sync_batchnorm import SyncBatchNorm
 from . import engine as bagua
 
-engines.register(bagua)
+engines.append(bagua)
 
 _composable: Any = composable_replicate() if dist.is_available() else None
 

@@ -9,4 +9,4 @@ from .c10d import TorchCommunicator
 
 __all__ = ["LOCAL", "Communicator", "RankGroup", "TorchCommunicator"]
 
-engines.register(torch_engine)
+engines.append(torch_engine)

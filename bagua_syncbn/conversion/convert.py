@@ -17,7 +17,6 @@ from torch import nn
 from .._errors import undone_on_error
 from .._groups import EVERYONE, GroupSpec, ProcessGroupLike, spec_of
 from .._names import ConvertedModel, Origin, name_of
-from .._registry import Registry
 from .._step.checks import check_flag
 from .._step.layer_state import LayerState
 from .._torch.modules import forget_compiled_code
@@ -33,7 +32,7 @@ _Module = TypeVar("_Module", bound=nn.Module)
 # Attributes for options that torch's layers do not have, and their defaults.
 _DEFAULTS = {"fused_activation": None, "eps_mode": "plus", "skip_nonfinite": False}
 
-undo_hooks: Registry[Callable[[nn.Module], None]] = Registry()
+undo_hooks: list[Callable[[nn.Module], None]] = []
 """Called with the model before revert changes classes; each undoes a change by another part of the package."""
 
 

@@ -85,7 +85,6 @@ def fuse_activations(module: _Module) -> _Module:
     return module
 
 
-@undo_hooks.register
 def _unfuse(module: nn.Module) -> None:
     for container in module.modules():
         for key, part in container._modules.items():
@@ -93,6 +92,9 @@ def _unfuse(module: nn.Module) -> None:
                 container._modules[key] = part.activation.train(part.training)
                 if part.layer.fused_activation == activation_of(part.activation):  # the user has not changed it
                     del part.layer.fused_activation
+
+
+undo_hooks.append(_unfuse)
 
 
 def _pairs_in(model: nn.Module) -> Iterator[tuple[SyncBatchNorm, nn.Module, nn.Module, str]]:

@@ -105,7 +105,9 @@ def _make_recomputing(make: Callable[..., nn.Module], *arguments: Any) -> nn.Mod
     return recompute_outputs(make(*arguments))
 
 
-@undo_hooks.register
 def _undo(module: nn.Module) -> None:
     for part in module.modules():
         recompute_outputs(part, enabled=False)
+
+
+undo_hooks.append(_undo)
