@@ -53,16 +53,14 @@ def test_every_option_works_without_a_job(way, single_threaded):
     check(None, *cases(way, (4,)))
 
 
-@pytest.mark.parametrize("way", ["forward", "own F.batch_norm"])
-@pytest.mark.parametrize("checkpoint", ["reentrant", "non-reentrant", "own"])
+@pytest.mark.parametrize(("checkpoint", "way"), [
+    *((checkpoint, "forward") for checkpoint in CHECKPOINTED),
+    *((checkpoint, "own F.batch_norm") for checkpoint in ("reentrant", "non-reentrant", "own")),
+    ("reentrant", "function"),
+    ("non-reentrant", "recomputed"),
+])  # fmt: skip
 def test_recomputation_uses_the_original_call(pool, checkpoint, way):
     check(pool, *cases(way, (2, 0, 3), checkpoint=checkpoint))
-
-
-def test_recomputation_uses_the_original_call_in_rarer_combinations(pool):
-    others = {(checkpoint, "forward") for checkpoint in CHECKPOINTED}
-    others |= {("reentrant", "function"), ("non-reentrant", "recomputed")}
-    check(pool, *(case for checkpoint, way in sorted(others) for case in cases(way, (2, 0, 3), checkpoint=checkpoint)))
 
 
 def test_higher_derivatives_work_with_recomputation(pool):

@@ -3,6 +3,7 @@
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
+import pytest
 import torch
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import (
@@ -82,20 +83,18 @@ CHECKPOINTS = {
 @contextmanager
 def changed(layer):
     """Context manager that changes options, mode, mask, statistics and ranks of ``layer``."""
-    names = ("momentum", "eps", "eps_mode", "fused_activation", "process_group")
-    before = {name: getattr(layer, name) for name in names}
+    options = {"momentum": None, "eps": 3.0, "eps_mode": "clamp", "fused_activation": "sigmoid", "process_group": LOCAL}
     layer.train(not layer.training)
-    for name, value in zip(names, (None, 3.0, "clamp", "sigmoid", LOCAL), strict=True):
-        setattr(layer, name, value)
     layer.running_mean.add_(3)
     layer.running_var.mul_(7)
-    with masked(layer, torch.ones(1, 1, 9, dtype=torch.bool)):  # fits no input
+    mask = torch.ones(1, 1, 9, dtype=torch.bool)  # fits no input
+    with pytest.MonkeyPatch.context() as patch, masked(layer, mask):
+        for name, value in options.items():
+            patch.setattr(layer, name, value)
         yield
     layer.running_mean.sub_(3)
     layer.running_var.div_(7)
     layer.train(not layer.training)
-    for name, value in before.items():
-        setattr(layer, name, value)
 
 
 def _changed_before_backward(checkpoint, layer, call):
