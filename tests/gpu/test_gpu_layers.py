@@ -1,6 +1,7 @@
 """Layers on a CUDA device: one rank, several ranks that share the device, and a device per rank."""
 
 import time
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -16,7 +17,9 @@ from bagua_syncbn._reliability.history import history_in
 from bagua_syncbn._torch.nccl import nccl_id, nccl_progress
 from bagua_syncbn.communicators import TorchCommunicator, torch_engine
 from tests.helpers.cases import WAYS, Case, compare, laid_out, run_ranks
-from tests.helpers.one_rank import OneRankGroup
+from tests.helpers.messages import message_of
+from tests.helpers.one_rank import OneRankGroup, Twin
+from tests.helpers.steps import batch_of, check_training, make_model, make_optimizer, take_step, train
 from tests.helpers.tolerances import DTYPES, assert_close
 from tests.helpers.traced import count, trace
 from tests.helpers.workers import WorkerPool, summing
@@ -133,14 +136,6 @@ def test_a_step_on_a_side_stream_waits_for_its_input(nccl):
     check_steps(layer, [(x.detach(), dy)], output.detach(), x.grad)
 
 
-def little_model(momentum):
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8, momentum=momentum), nn.ReLU(),
-        nn.Conv2d(8, 5, 3, padding=1), nn.BatchNorm2d(5, momentum=momentum), nn.Flatten(), nn.Linear(5 * 64 * 64, 4),
-    ).cuda()  # fmt: skip
-
-
 def on_gpu(layer):
     layer.cuda()
     return lambda input: layer(input.cuda()).cpu()
@@ -159,46 +154,22 @@ def test_ranks_that_share_the_gpu(pool, splits, layout):
     compare(case, [result for (result,) in pool.run(run_on_gpu, len(splits), [case])])
 
 
+SIZES = (4, 4)
+CLOSE = 1e-3  # error of parameters and buffers in float32 after some steps
+
+
 def train_with_ddp(local_rank, process_group=None, fuses=False):
-    """Trains two steps on this rank's part of each batch. Returns parameters and buffers."""
-    torch.manual_seed(0)
-    model = bagua_syncbn.convert_sync_batchnorm(little_model(0.1), process_group)
+    model = bagua_syncbn.convert_sync_batchnorm(make_model().float().to(local_rank), process_group)
     if fuses:
         bagua_syncbn.fuse_activations(model)
     model = DistributedDataParallel(model, device_ids=[local_rank], output_device=local_rank)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for batch, labels in batches_of_ddp():
-        own = slice(dist.get_rank(), None, dist.get_world_size())
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(batch[own].to(local_rank)), labels[own].to(local_rank)).backward()
-        optimizer.step()
-    return {name: value.cpu() for name, value in model.module.state_dict().items()}
-
-
-def batches_of_ddp(steps=2):
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(steps):
-        yield torch.randn(8, 3, 64, 64, generator=generator), torch.randint(4, (8,), generator=generator)
-
-
-def check_trained(states, buffers=True, momentum=0.1, steps=2):
-    """Compares the ranks' parameters and buffers with one process that trains on the whole batch in float64."""
-    torch.manual_seed(0)
-    model = little_model(momentum).double().cpu()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for batch, labels in batches_of_ddp(steps):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(batch.double()), labels).backward()
-        optimizer.step()
-    for state in states:
-        for name, wanted in (model.state_dict() if buffers else dict(model.named_parameters())).items():
-            actual = state[name].to(wanted.dtype)
-            torch.testing.assert_close(actual, wanted, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+    state = train(model, make_optimizer(model), SIZES, dist.get_rank())
+    return {name: value.cpu() for name, value in state.items()}
 
 
 def test_ddp_with_device_ids(pool):
     """Two ranks share the GPU, over gloo."""
-    check_trained(pool.run(train_with_ddp, 2, 0))
+    check_training(pool.run(train_with_ddp, 2, 0), SIZES, "module.", CLOSE)
 
 
 def join_nccl(store, rank, size):
@@ -225,59 +196,55 @@ def two_gpus():
 
 @pytest.mark.parametrize(("shares", "fuses"), [(False, False), (True, False), (False, True)])
 def test_ddp_over_nccl_on_two_gpus(two_gpus, shares, fuses):
-    check_trained(two_gpus.run(train_on_own_gpu, 2, shares, fuses))
+    check_training(two_gpus.run(train_on_own_gpu, 2, shares, fuses), SIZES, "module.", CLOSE)
 
 
 def test_a_large_group_over_nccl(two_gpus):
-    check_trained(summing(two_gpus).run(train_on_own_gpu, 2, False, True))
+    check_training(summing(two_gpus).run(train_on_own_gpu, 2, False, True), SIZES, "module.", CLOSE)
 
 
 WARM_UP = 11  # number of DistributedDataParallel steps before a capture, as torch's CUDA graph notes require
+IN_ALL = WARM_UP + 3
 
 
-def train_in_a_graph(group=None, momentum=0.1, fuses=False):
-    """Trains on this rank's part of each batch; the last steps replay a graph. Returns parameters and buffers."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)
-    model = bagua_syncbn.convert_sync_batchnorm(little_model(momentum), group)
-    if fuses:
+def train_in_a_graph(sizes, group=None, recomputes=False):
+    """Trains on this rank's share; the last steps replay a graph. Returns parameters and buffers."""
+    rank = dist.get_rank()
+    model = bagua_syncbn.convert_sync_batchnorm(make_model().float().to(rank), group)
+    if recomputes:
         model = bagua_syncbn.recompute_outputs(bagua_syncbn.fuse_activations(model))
-    batches = [[part[rank::size].to(rank) for part in batch] for batch in batches_of_ddp(WARM_UP + 3)]
-    input, label = map(torch.clone, batches[0])
+    batches = [batch_of(number, sizes, rank, next(model.parameters())) for number in range(IN_ALL)]
+    given = [tensor.clone() for tensor in batches[0]]
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         wrapped = DistributedDataParallel(model, device_ids=[rank])
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-
-        def step():
-            optimizer.zero_grad(set_to_none=False)
-            nn.functional.cross_entropy(wrapped(input), label).backward()
-            optimizer.step()
-
-        for batch, labels in batches[:WARM_UP]:
-            input.copy_(batch)
-            label.copy_(labels)
-            step()
+        optimizer = make_optimizer(model)
+        optimizer.zero_grad = partial(optimizer.zero_grad, set_to_none=False)  # replays write to the same gradients
+        for batch in batches[:WARM_UP]:
+            torch._foreach_copy_(given, batch)
+            take_step(wrapped, optimizer, *given, sizes)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     # "thread_local": NCCL's watchdog thread queries events during the capture.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        step()
-    for batch, labels in batches[WARM_UP:]:
-        input.copy_(batch)
-        label.copy_(labels)
+        take_step(wrapped, optimizer, *given, sizes)
+    for batch in batches[WARM_UP:]:
+        torch._foreach_copy_(given, batch)
         graph.replay()
     return {name: value.cpu() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize(("momentum", "fuses"), [(0.1, False), (None, False), (None, True)])
-def test_training_in_a_cuda_graph_equals_eager_training(nccl, momentum, fuses):
-    check_trained([train_in_a_graph(nccl, momentum, fuses)], momentum=momentum, steps=WARM_UP + 3)
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_training_in_a_cuda_graph_equals_eager_training(nccl, recomputes):
+    eager = bagua_syncbn.convert_sync_batchnorm(make_model(), Twin())
+    expected = train(eager, make_optimizer(eager), (8,), 0, IN_ALL)
+    state = {name: value.to(expected[name]) for name, value in train_in_a_graph((8,), nccl, recomputes).items()}
+    torch.testing.assert_close(state, expected, rtol=CLOSE, atol=CLOSE)
 
 
 def test_ddp_in_a_cuda_graph_equals_one_process(two_gpus):
-    check_trained(two_gpus.run(train_in_a_graph, 2), steps=WARM_UP + 3)
+    check_training(two_gpus.run(train_in_a_graph, 2, SIZES), SIZES, "", CLOSE, IN_ALL)
 
 
 class Skipping(nn.Sequential):
@@ -290,39 +257,27 @@ class Skipping(nn.Sequential):
         return input
 
 
-def differ_in_ddp(change):
-    """Trains in DistributedDataParallel up to the first error. Returns the error and the parameters.
-
-    From the third step on, rank 1 has a different eps or skips a layer.
-    """
-    rank = dist.get_rank()
-    torch.manual_seed(0)
-    model = bagua_syncbn.convert_sync_batchnorm(Skipping(*little_model(0.1)))
-    wrapped = DistributedDataParallel(model, device_ids=[rank])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    message = "no error"
-    for step, (batch, labels) in enumerate(batches_of_ddp(4)):
-        if step == 2 and rank == 1:
-            model.skipped, model[4].eps = (4, 1e-5) if change == "skip" else (None, 1e-3)
-        try:
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(wrapped(batch[rank::2].to(rank)), labels[rank::2].to(rank))
-            loss.item()  # waits, so that this rank raises before it sends a message that peers do not match
-            loss.backward()
-            optimizer.step()
-        except RuntimeError as error:
-            message = str(error)
-            break
-    return message, {name: value.detach().cpu() for name, value in model.named_parameters()}
-
-
 @pytest.mark.parametrize("change", ["eps", "skip"])
 def test_ranks_that_diverge_in_ddp_raise_errors_and_stop_training(two_gpus, change):
-    messages, parameters = zip(*two_gpus.run(differ_in_ddp, 2, change), strict=True)
-    for message in messages:
-        assert "ranks made different calls" in message
-        assert "'4' of Skipping" in message
-    check_trained(parameters, buffers=False)
+    two_gpus.run(differ_in_ddp, 2, change)
+
+
+def differ_in_ddp(change):
+    """From the third step on, rank 1 has a different eps or skips a layer."""
+    rank = dist.get_rank()
+    model = bagua_syncbn.convert_sync_batchnorm(Skipping(*make_model().float().to(rank)))
+    wrapped = DistributedDataParallel(model, device_ids=[rank])
+    optimizer = make_optimizer(wrapped)
+    train(wrapped, optimizer, SIZES, rank, 2)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    if rank == 1:
+        model.skipped, model[4].eps = (4, 1e-5) if change == "skip" else (None, 1e-3)
+    # Waits, so that this rank raises before it sends a message that peers do not match.
+    wrapped.register_forward_hook(lambda *_: torch.cuda.synchronize())
+    message = message_of(train, wrapped, optimizer, SIZES, rank, 2)
+    assert "ranks made different calls" in message
+    assert "'4' of Skipping" in message
+    torch.testing.assert_close(list(model.parameters()), before, rtol=0, atol=0)
 
 
 def train_and_count():

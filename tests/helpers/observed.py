@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bagua_syncbn.communicators import shared
+from benchmarks.sections.stored import Storages
 
 EXCHANGE = "exchange"  # function of the native library for shared memory
 # The message of a forward or backward pass with few channels: an exchange through shared memory, or a method of c10d,
@@ -77,6 +78,15 @@ class Counts(NamedTuple):
     payloads: list[int]  # bytes sent to each collective
     reads: int  # host reads of values or shapes on the device
     large: int  # allocations at least as large as the input
+
+
+def kept(model: nn.Module, batch: Tensor) -> int:
+    """Returns the number of tensors as large as ``batch`` that forward keeps for backward."""
+    with Storages() as storages:
+        loss = model(batch).sum()
+        count = storages.sizes_alive([batch]).count(batch.nbytes)
+    loss.backward()
+    return count
 
 
 def count_step(layer: nn.Module, x: Tensor, grad_output: Tensor) -> tuple[Counts, Counts]:

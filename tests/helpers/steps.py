@@ -124,23 +124,31 @@ def make_optimizer(model):
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def train(model, optimizer, sizes, rank):
-    """Trains on this rank's share; returns the state. Wrappers average gradients to the whole batch's gradient."""
-    dtype = next(model.parameters()).dtype
-    for seed in range(STEPS):
-        drawn = draw(sum(sizes), 3, 8, 8, seed=seed), draw(sum(sizes), 5, seed=STEPS + seed)
-        input, target = (whole.split(sizes)[rank].to(dtype) for whole in drawn)
-        loss = (model(input) - target).square().sum() * len(sizes) / sum(sizes)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+def batch_of(number, sizes, rank, like):
+    """Returns this rank's share of input and target in a step, with dtype and device of ``like``."""
+    drawn = draw(sum(sizes), 3, 8, 8, seed=number), draw(sum(sizes), 5, seed=STEPS + number)
+    return [whole.split(sizes)[rank].to(like) for whole in drawn]
+
+
+def take_step(model, optimizer, input, target, sizes):
+    """Trains on this rank's share. Wrappers average gradients to the whole batch's gradient."""
+    optimizer.zero_grad()
+    loss = (model(input) - target).square().sum() * len(sizes) / sum(sizes)
+    loss.backward()
+    optimizer.step()
+
+
+def train(model, optimizer, sizes, rank, steps=STEPS):
+    """Trains on this rank's share; returns the state."""
+    for number in range(steps):
+        take_step(model, optimizer, *batch_of(number, sizes, rank, next(model.parameters())), sizes)
     return model.state_dict()
 
 
-def check_training(states, sizes, prefix="", tolerance=1e-9):
+def check_training(states, sizes, prefix="", tolerance=1e-9, steps=STEPS):
     """Compares the states of all ranks after :func:`train` with one process."""
     model = make_model()
-    expected = train(model, make_optimizer(model), (sum(sizes),), 0)
+    expected = train(model, make_optimizer(model), (sum(sizes),), 0, steps)
     for state in states:
         assert state.keys() == {prefix + name for name in expected}
         for name, value in expected.items():

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
-from torch.utils.checkpoint import checkpoint
 
 import bagua_syncbn
 from bagua_syncbn import SyncBatchNorm, SyncBatchNorm1d, functional
 from bagua_syncbn.communicators import LOCAL
+from tests.helpers.cases import WAYS, within
 from tests.helpers.fake_packages import DynamicBatchNorm
 from tests.helpers.one_rank import Twin
 
@@ -234,18 +234,12 @@ def after_fake_tensors(layer, input):
     return layer(input)
 
 
-def accumulated(layer, input):
-    with bagua_syncbn.accumulate_statistics(layer):
-        return layer(input) + layer(input + 1)
-
-
-def masked(layer, input):
-    with bagua_syncbn.masked(layer, MASK):
-        return layer(input)
+def in_way(way):
+    return lambda layer, input: way(layer)(input)
 
 
 AROUND = {
-    "checkpoint": lambda layer, input: checkpoint(layer, input, use_reentrant=False),
+    "checkpoint": in_way(WAYS["checkpointed"]),
     "torch.func": lambda layer, input: torch.func.jvp(layer, (input,), (torch.ones_like(input),))[1],
     "vmap": lambda layer, input: torch.func.vmap(layer)(input[None])[0],
     "vmap of nested tensors": lambda layer, input: torch.func.vmap(layer)(nested(torch.jagged)),
@@ -253,8 +247,8 @@ AROUND = {
     "jit.trace": lambda layer, input: torch.jit.trace(layer, input)(input),
     "input that an ended torch.func transform left wrapped": left_over_from_grad,
     "fake tensors": after_fake_tensors,
-    "accumulated": accumulated,
-    "masked": masked,
+    "accumulated": in_way(WAYS["accumulated"]),
+    "masked": in_way(within(lambda layer: bagua_syncbn.masked(layer, MASK))),
     "a mask": lambda layer, input: layer(input, mask=MASK),
     "a residual": lambda layer, input: layer(input, input),
 }

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bagua_syncbn
 from bagua_syncbn.communicators import LOCAL
-from tests.helpers.cases import CLASSES, WAYS
+from tests.helpers.cases import CLASSES, WAYS, within
 from tests.helpers.steps import draw, step
 
 
@@ -42,13 +42,8 @@ AROUND = {
     "evaluation": nn.Module.eval,
     "frozen": bagua_syncbn.freeze_statistics,
     "data parallel": nn.parallel.DistributedDataParallel,
-    "masked": lambda model: lambda input: _masked(model, input),
+    "masked": within(lambda model: bagua_syncbn.masked(model, torch.tensor([True, True, False]).view(1, 1, 1, 3))),
 }
-
-
-def _masked(model, input):
-    with bagua_syncbn.masked(model, torch.tensor([True, True, False]).view(1, 1, 1, 3)):
-        return model(input)
 
 
 def compare(layer, around, order=1):

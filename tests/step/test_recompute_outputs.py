@@ -5,6 +5,7 @@ import gc
 import pickle
 from contextlib import nullcontext
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, recompute_output
 from bagua_syncbn import _ops as ops
 from benchmarks.sections.stored import Storages
 from tests.helpers.checkpoints import CHECKPOINTS
+from tests.helpers.observed import kept
 from tests.helpers.rows import rows
 from tests.helpers.steps import assert_same_bits, draw, step
 from tests.helpers.user_layers import BatchNormAct, BatchNormAct1d
@@ -150,15 +152,6 @@ def test_recomputed_outputs_are_the_same_bits(pool, kind, sizes, hows, order):
         check_bits(hows, kind, sizes, order)
 
 
-def kept(model, batch=BATCH):
-    """Returns the number of tensors as large as ``batch`` that forward keeps for backward."""
-    with Storages() as storages:
-        loss = model(batch).sum()
-        count = storages.sizes_alive([batch]).count(batch.nbytes)
-    loss.backward()
-    return count
-
-
 READERS = [nn.ReLU(), SyncBatchNorm(4), nn.Flatten()], [nn.Flatten(), nn.Linear(12, 2)]
 
 
@@ -217,7 +210,7 @@ def test_no_activation_is_kept(activation, last):
     model = nn.Sequential(*block(), *block(), last(4, 4, 3)).double()
     plain = copy.deepcopy(model)
     assert_same_bits(step(recompute_outputs(model), BATCH), step(plain, BATCH))
-    assert kept(model) == 2  # the layers' inputs
+    assert kept(model, BATCH) == 2  # the layers' inputs
 
 
 def test_outputs_that_were_written_to_are_refused():
@@ -277,32 +270,18 @@ def test_compiled_models_equal_eager_with_recomputed_outputs(how):
     torch.testing.assert_close(step(model, BATCH, call=compiled), step(make_model(), BATCH))
 
 
-class Interrupted(nn.Module):
-    """Runs a layer and an activation; ``error`` is raised between them."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers, self.error = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(4), nn.SiLU())).double(), None
-
-    def forward(self, input):
-        output = self.layers[0](input)
-        if self.error is not None:
-            raise self.error
-        return self.layers[1](output)
-
-
 ROWS = draw(5, 4)
 
 
 def test_an_exception_that_ends_a_forward_ends_only_its_recomputation():
-    plain, model = Interrupted(), recompute_outputs(Interrupted())
-    model.error = KeyboardInterrupt
+    plain, model = (convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(4), nn.SiLU())).double() for _ in range(2))
+    interrupt = recompute_outputs(model)[1].register_forward_pre_hook(Mock(side_effect=KeyboardInterrupt))
     for context, count in ((nullcontext(), 1), (recompute_outputs(), 0), (nullcontext(), 1)):
         with context:
             with pytest.raises(KeyboardInterrupt):
                 model(ROWS)
             assert kept(plain, ROWS) == count
-    model.error = None
+    interrupt.remove()
     assert kept(model, ROWS) == 0
 
 
