@@ -22,7 +22,8 @@ device_index: Callable[..., int] = _get_device_index
 def defined_in(module: str, name: str) -> Any:
     """Returns the class ``name`` of ``module``, for isinstance; () until the module has been imported.
 
-    Also returns () if another thread is importing the module and has not defined the class yet.
+    Some modules take a second to import. Also returns () if another thread is importing the module and has not defined
+    the class yet.
     """
     return getattr(sys.modules.get(module), name, ())
 
@@ -39,8 +40,7 @@ def is_replicated_in_place(module: torch.nn.Module) -> bool:
 
 def forget_compiled_code(module: torch.nn.Module) -> None:
     """Makes the next call of a compiled model recompile it with the current layers."""
-    wrapper = defined_in("torch._dynamo.eval_frame", "OptimizedModule")  # imported only by compilation: takes a second
-    if any(part._compiled_call_impl is not None or isinstance(part, wrapper) for part in module.modules()):
+    if any(part._compiled_call_impl is not None or is_compiled_wrapper(part) for part in module.modules()):
         # torch's guards detect changed layers, but torch.compile options can turn guards off.
         torch.compiler.reset()
 
@@ -53,9 +53,7 @@ def copy_all(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
 
 def is_compiled_wrapper(module: torch.nn.Module) -> bool:
     """Returns whether ``module`` is the wrapper that ``torch.compile`` returns."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # a thread may still be importing it
-    wrapper = getattr(dynamo, "OptimizedModule", None)
-    return wrapper is not None and isinstance(module, wrapper)
+    return isinstance(module, defined_in("torch._dynamo.eval_frame", "OptimizedModule"))
 
 
 _TRACE = inspect.unwrap(fx.Tracer.trace).__code__  # torch._dynamo wraps this method
