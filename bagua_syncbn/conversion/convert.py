@@ -95,7 +95,7 @@ def convert_sync_batchnorm(
             stacklevel=2,
         )
     forget_compiled_code(module)
-    with _unchanged_on_error(module):
+    with unchanged_on_error(module):
         for layer, cls in targets.items():
             change_class(layer, cls)
             if spec is not EVERYONE:
@@ -133,7 +133,7 @@ def revert_sync_batchnorm(module: _Module) -> _Module:
     """
     check_module(module)
     forget_compiled_code(module)
-    with _unchanged_on_error(module):
+    with unchanged_on_error(module):
         for undo in undo_hooks:
             undo(module)
         layers = [part for part in module.modules() if isinstance(part, SyncBatchNorm)]
@@ -195,7 +195,7 @@ def _name_layers(module: nn.Module) -> None:
         layer._sync_state.origin = Origin(name, model)
 
 
-def _unchanged_on_error(module: nn.Module) -> AbstractContextManager[None]:
+def unchanged_on_error(module: nn.Module) -> AbstractContextManager[None]:
     """Context manager that restores all submodules' classes, attributes and children if the block raises."""
     before = []
     for part in module.modules():

@@ -1,18 +1,16 @@
 """Freezes statistics by keeping layers in evaluation mode, see ``SyncBatchNorm.__setattr__``."""
 
 import warnings
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from .._errors import undone_on_error
 from .._names import name_of
 from .._step.checks import check_callable
 from .._torch.modules import forget_compiled_code
+from ..conversion.convert import unchanged_on_error
 from ..conversion.models import Filter, check_module, is_left_out, modules_with_names
 from ..sync_batchnorm import SyncBatchNorm
 
@@ -63,7 +61,7 @@ def freeze_statistics(module: _Module, filter: Filter | None = None) -> _Module:
     if not layers:
         warnings.warn(f"freeze_statistics: found no layer to freeze in {type(module).__name__}", stacklevel=2)
     forget_compiled_code(module)
-    with _unchanged_on_error(layers):
+    with unchanged_on_error(module):
         for layer in layers:
             if not is_frozen(layer):
                 mode, layer.training = layer.training, False
@@ -89,22 +87,11 @@ def unfreeze_statistics(module: _Module, filter: Filter | None = None) -> _Modul
     layers = [layer for layer in _layers_of(module, filter) if is_frozen(layer)]
     parents = {child: parent for parent in module.modules() for child in parent.children()}
     forget_compiled_code(module)
-    with _unchanged_on_error(layers):
+    with unchanged_on_error(module):
         for layer in layers:
             mode, layer._sync_state.frozen_mode = layer._sync_state.frozen_mode, None
             layer.training = parents[layer].training if layer in parents else mode
     return module
-
-
-def _unchanged_on_error(layers: Iterable[SyncBatchNorm]) -> AbstractContextManager[None]:
-    """Context manager that restores all layers if the block raises, including Ctrl-C."""
-    before = [(layer, layer._sync_state.frozen_mode, layer.training) for layer in layers]
-
-    def undo() -> None:
-        for layer, frozen_mode, training in before:
-            layer._sync_state.frozen_mode, vars(layer)["training"] = frozen_mode, training
-
-    return undone_on_error(undo)
 
 
 def is_frozen(module: nn.Module) -> bool:
