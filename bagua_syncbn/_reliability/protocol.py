@@ -26,6 +26,7 @@ from .._step.exchange import Exchange, Pass
 from .._torch.autograd import is_capturing, untraced
 from .._torch.process_groups import group_named
 from ..communicators import TorchCommunicator
+from ..communicators.c10d import failed
 from . import faults
 from .faults import FaultRecord, describe, differ_text
 from .history import History, history_in
@@ -120,11 +121,7 @@ class RankExchange(Exchange):
             leave(communicator, failure, error)
             if unfinished is not None or not isinstance(error, RuntimeError):
                 raise
-            raise RuntimeError(
-                f"sync_batch_norm: collective failed in the {failure}, on rank {communicator.rank} of "
-                f"{communicator.size}: {type(error).__name__}: {error}. A peer died, raised an error, was late, or ran "
-                "different code until the timeout; this group can no longer be used"
-            ) from error
+            raise failed(f"the {failure}", communicator, error) from error
         return Received(
             message,
             summed_over=communicator.size if signature.summed else 1,
