@@ -122,6 +122,12 @@ class Example(NamedTuple):
 
 
 LOSS_IS = "statistics match, gradients do not: the loss is a"
+ONLY_LOSS_DIFFERS = "loss differs by", "outputs are equal, so statistics match, but the loss"
+DIFFER = "; running_mean, running_var differ between ranks after the step"
+NOT_CONVERTED = (
+    "'3' is not converted (if it is batch normalization, call register_converter for its class); stored_mean differ "
+    "between ranks after the step"
+)
 EXAMPLES = {
     "one rank": Example(model, (4,)),
     "DistributedDataParallel": Example(ddp),
@@ -149,7 +155,7 @@ EXAMPLES = {
         lines=(
             "output differs",
             "BatchNorm1d '1' is not converted",
-            "BatchNorm1d '4' is not converted; running_mean, running_var differ between ranks after the step",
+            f"BatchNorm1d '4' is not converted{DIFFER}",
         ),
     ),
     "no converted layer, no buffers": Example(
@@ -157,11 +163,7 @@ EXAMPLES = {
         lines=("output differs", "BatchNorm1d '0' is not converted"),
     ),
     "the model is an unconverted layer": Example(
-        lambda: nn.BatchNorm1d(6),
-        lines=(
-            "output differs",
-            "BatchNorm1d is not converted; running_mean, running_var differ between ranks after the step",
-        ),
+        lambda: nn.BatchNorm1d(6), lines=("output differs", f"BatchNorm1d is not converted{DIFFER}")
     ),
     "layers synchronize with fewer ranks": Example(
         lambda: model(process_group=2), (3,) * 4, lines=("output", "process_group=2", "process_group=2")
@@ -173,14 +175,9 @@ EXAMPLES = {
     "sum over samples": Example(
         ddp, (2, 5), lambda *given: cross_entropy(*given, "sum"), ("loss differs by", f"{LOSS_IS} sum over samples")
     ),
-    "mean over boxes": Example(
-        ddp, (2, 5), box_loss, ("loss differs by", "outputs are equal, so statistics match, but the loss")
-    ),
+    "mean over boxes": Example(ddp, (2, 5), box_loss, ONLY_LOSS_DIFFERS),
     "the middle rank agrees": Example(
-        model,
-        (4, 4, 4),
-        lambda *given: cross_entropy(*given) + dist.get_rank(),
-        ("loss differs by", "outputs are equal, so statistics match, but the loss"),
+        model, (4, 4, 4), lambda *given: cross_entropy(*given) + dist.get_rank(), ONLY_LOSS_DIFFERS
     ),
     "random functions": Example(
         lambda: convert_sync_batchnorm(Noisy(*plain())), lines=("output differs", "the step is random (e.g. dropout)")
@@ -191,25 +188,14 @@ EXAMPLES = {
         lines=(
             "output differs",
             "SyncBatchNorm1d 'norm' synchronizes with process_group=None in its forward; to use its tensors outside, "
-            "call bagua_syncbn.sync_batch_norm(..., process_group=layer.process_group, layer=layer); running_mean, "
-            "running_var differ between ranks after the step",
+            f"call bagua_syncbn.sync_batch_norm(..., process_group=layer.process_group, layer=layer){DIFFER}",
         ),
     ),
     "hand-written batch normalization": Example(
-        lambda: model(HandWritten()),
-        lines=(
-            "output differs",
-            "HandWritten '3' is not converted (if it is batch normalization, call register_converter for its class); "
-            "stored_mean differ between ranks after the step",
-        ),
+        lambda: model(HandWritten()), lines=("output differs", f"HandWritten {NOT_CONVERTED}")
     ),
     "only a buffer differs": Example(
-        lambda: model(Averaging()),
-        lines=(
-            "buffer 3.stored_mean differs by",
-            "Averaging '3' is not converted (if it is batch normalization, call register_converter for its class); "
-            "stored_mean differ between ranks after the step",
-        ),
+        lambda: model(Averaging()), lines=("buffer 3.stored_mean differs by", f"Averaging {NOT_CONVERTED}")
     ),
     "different buffers": Example(
         lambda: changed_by_rank(lambda layer, rank: layer.running_var.add_(rank)), lines=("4.running_var differs",)

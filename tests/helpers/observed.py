@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -56,19 +57,14 @@ def collectives(payloads: list[int] | None = None) -> Iterator[Counter[str]]:
 
         return call
 
-    # Takes originals from vars(): a compiled method from getattr would not bind again.
     methods = [name for name in vars(dist.ProcessGroup) if name.lstrip("_").startswith(_COLLECTIVES)]
     places: list[tuple[Any, str]] = [(dist.ProcessGroup, name) for name in methods]
     if not shared.problem():
         places += [(shared.native_library(), EXCHANGE), (shared.native_library(), "publish")]
-    originals = [(owner, name, vars(owner)[name]) for owner, name in places]
-    for owner, name in places:
-        setattr(owner, name, counted(getattr(owner, name), name))
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in places:
+            patch.setattr(owner, name, counted(getattr(owner, name), name))
         yield called
-    finally:
-        for owner, name, method in originals:
-            setattr(owner, name, method)
 
 
 class Counts(NamedTuple):

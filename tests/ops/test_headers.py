@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from bagua_syncbn._ops import header_sums_of
+from tests.helpers.steps import assert_same_bits
 
 CHANNELS = 260  # more channels than a CUDA block has threads
 HEADER = [5, 2**24 - 1, 0]  # kind of layer, options, call
@@ -26,10 +27,6 @@ def buffers():
     return [torch.zeros(CHANNELS), torch.ones(CHANNELS), torch.tensor(7)]
 
 
-def are_equal(tensors, others):
-    return all(torch.equal(one, other) for one, other in zip(tensors, others, strict=True))
-
-
 def check_fault(ops, received, expected, *arguments):
     """Checks that merging ``received`` gives NaN, keeps the buffers and records ``expected``, once."""
     fault, tracked = torch.zeros(8, dtype=torch.int64), buffers()
@@ -37,7 +34,7 @@ def check_fault(ops, received, expected, *arguments):
         mean, invstd, _ = ops.batch_norm_gather_stats(received, *tracked, momentum, 1e-5, fault, *arguments)
         assert mean.isnan().all()
         assert invstd.isnan().all()
-        assert are_equal(tracked, buffers())
+        assert_same_bits(tracked, buffers())
         assert fault.tolist() == expected
         if received.dim() == 2:
             received[2, -1] += 1  # a later fault, which is not recorded
@@ -50,8 +47,8 @@ def test_equal_headers_change_nothing(ops, dtype):
     assert rows[:, -3:].tolist() == [HEADER, HEADER]
     merged = ops.batch_norm_gather_stats(rows, *tracked, 0.1, 1e-5, fault, True)
     without, plain = buffers(), rows[:, :-3].contiguous()
-    assert are_equal(merged, ops.batch_norm_gather_stats(plain, *without, 0.1, 1e-5))
-    assert are_equal(tracked, without)
+    assert_same_bits(merged, ops.batch_norm_gather_stats(plain, *without, 0.1, 1e-5))
+    assert_same_bits(tracked, without)
     assert not fault.any()
 
 
@@ -98,7 +95,7 @@ def test_buffers_keep_their_values_if_statistics_are_not_finite(ops, is_sum, whi
     received.view(-1, received.size(-1))[-1, which * CHANNELS + CHANNELS - 1] = value  # the last channel's
     tracked, fault = buffers(), torch.zeros(8, dtype=torch.int64)
     mean, invstd, count = ops.batch_norm_gather_stats(received, *tracked, momentum, 1e-5, fault, True, 2)
-    assert are_equal(tracked, buffers())
+    assert_same_bits(tracked, buffers())
     assert not (mean[-1].isfinite() and 0 < invstd[-1] < torch.inf)
     assert count == 24
     ops.batch_norm_gather_stats(received, *tracked, momentum, 1e-5, fault, False, 2)

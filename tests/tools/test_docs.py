@@ -83,7 +83,7 @@ def run_scripts(ports: list[int], directory: str) -> list[str]:
     done, before = [], Path.cwd()
     os.chdir(directory)
     with launched_by_torchrun():
-        for block, port in zip(scripts(), ports, strict=True):
+        for block, port in zip(blocks_with(TWO_RANKS), ports, strict=True):
             os.environ["MASTER_PORT"] = str(port)
             exec(block.code, {"__name__": "__main__"})
             assert not dist.is_initialized(), f"{block.name} leaves its process group behind"
@@ -92,15 +92,15 @@ def run_scripts(ports: list[int], directory: str) -> list[str]:
     return done
 
 
-def scripts() -> list[Block]:
-    return [block for page in PAGES for block in read_blocks(page) if block.marker == TWO_RANKS]
+def blocks_with(marker: str) -> list[Block]:
+    return [block for page in PAGES for block in read_blocks(page) if block.marker == marker]
 
 
 def test_each_script_of_the_docs_runs_on_two_ranks(pool, tmp_path):
-    stores = [dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) for _ in scripts()]
+    stores = [dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) for _ in blocks_with(TWO_RANKS)]
     done = pool.run(run_scripts, 2, [store.port for store in stores], str(tmp_path))
     pool.forget_job()
-    assert done[0] == done[1] == [block.name for block in scripts()] != []
+    assert done[0] == done[1] == [block.name for block in blocks_with(TWO_RANKS)] != []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
