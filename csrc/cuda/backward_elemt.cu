@@ -43,7 +43,6 @@ __global__ void __launch_bounds__(kThreads, Traits::resident())
   while (batch.any) {
 #pragma unroll(Traits::kUnroll)
     for (int u = 0; u < Traits::kSlots; ++u) {
-      const auto slot = batch.pop();
       const auto dy_slot = grads.pop(), x_slot = values.pop();
       A g[kWidth];
       if constexpr (kActivates) {
@@ -55,9 +54,10 @@ __global__ void __launch_bounds__(kThreads, Traits::resident())
         const GradientFactors<A>& own = factors[w % kLanes];
         const A dy_value = widen(dy_slot.values[w]);
         g[w] = kActivates ? g[w] * dy_value : dy_value;
-        g[w] = kMasked && !slot.counts(w) ? g[w] * own.scale : own.gradient(g[w], widen(x_slot.values[w]));
+        g[w] = kMasked && !batch.counts(w, 0) ? g[w] * own.scale : own.gradient(g[w], widen(x_slot.values[w]));
       }
-      store_slot(dx, slot.slot, narrow_all<typename Traits::T>(g));
+      store_slot(dx, batch.slots[0], g);
+      batch.pop();
     }
     if (batch.walk.done()) break;
     load();

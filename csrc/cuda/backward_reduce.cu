@@ -54,7 +54,6 @@ __global__ void __launch_bounds__(kThreads, Traits::resident())
     Sums<A, kLanes> added{};
 #pragma unroll(Traits::kUnroll)
     for (int u = 0; u < Traits::kSlots; ++u) {
-      const auto slot = batch.pop();
       const auto dy_slot = grads.pop(), x_slot = values.pop();
       A g[kWidth];
       if constexpr (kActivates) {
@@ -66,9 +65,11 @@ __global__ void __launch_bounds__(kThreads, Traits::resident())
       for (int w = 0; w < kWidth; ++w) {
         const A dy_value = widen(dy_slot.values[w]), deviation = widen(x_slot.values[w]) - factors[w % kLanes].mean;
         g[w] = kActivates ? g[w] * dy_value : dy_value;
-        if (slot.counts(w)) (kSumsBatch ? added : sums).add(w % kLanes, g[w], g[w] * deviation);
+        // An empty interleaved slot has zeros, which add nothing.
+        if (!Traits::kPlanar || batch.counts(w, 0)) (kSumsBatch ? added : sums).add(w % kLanes, g[w], g[w] * deviation);
       }
-      if (kActivates && grad_buffer != nullptr) store_slot(grad_buffer, slot.slot, narrow_all<typename Traits::T>(g));
+      if (kActivates && grad_buffer != nullptr) store_slot(grad_buffer, batch.slots[0], g);
+      batch.pop();
     }
     if (kSumsBatch) sums.merge(added);
     if (batch.walk.done()) break;

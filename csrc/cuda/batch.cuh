@@ -50,8 +50,8 @@ using Word = std::conditional_t<W == 2, uint16_t, std::conditional_t<W == 4, uin
 // Planar: returns a bit for each valid value of `slot`, a slot of `channel` in `sample`.
 template <int W>
 __device__ __forceinline__ unsigned valid_bits(const uint8_t* mask, const Planar& plan, int64_t channel, int64_t sample,
-                                               const Slot<W>& slot) {
-  if (slot.last <= 0) return 0;
+                                               const Slot<W, true>& slot) {
+  if (slot.empty()) return 0;
   const uint8_t* valid = mask + slot.offset - (sample * (plan.channels - 1) + channel) * plan.inner;
   unsigned bits = 0;
   if constexpr (W > 1) {
@@ -82,23 +82,11 @@ __device__ __forceinline__ V take(V (&items)[K]) {
 template <typename Traits>
 class Batch {
  public:
-  static constexpr int kSlots = Traits::kSlots;
-  static constexpr int kBits = Traits::kPlanar ? Traits::kWidth : 1;  // per slot
+  static constexpr int kSlots = Traits::kSlots, kWidth = Traits::kWidth;
   using Walk = std::conditional_t<Traits::kPlanar, PlanarWalk<Traits::kWidth>, InterleavedWalk<Traits::kWidth>>;
 
-  struct Taken {
-    typename Walk::Slot slot;
-    unsigned valid;
-
-    // True if value w is valid. An empty interleaved slot has zeros, which add nothing to gradient sums.
-    __device__ __forceinline__ bool counts(int w) const {
-      if (!Traits::kMasked && !Traits::kPlanar) return true;
-      return (valid >> (kBits == 1 ? 0 : w) & 1) != 0;
-    }
-  };
-
   Walk walk;
-  typename Walk::Slot slots[kSlots];
+  Slot<kWidth, Traits::kPlanar> slots[kSlots];
   bool any;  // whether there is a slot
 
   __device__ __forceinline__ Batch(const typename Traits::Plan& plan, bool reversed, const uint8_t* mask = nullptr)
@@ -116,36 +104,33 @@ class Batch {
   __device__ __forceinline__ void read_mask() {
     valid_ = 0;
 #pragma unroll
-    for (int u = 0; u < kSlots; ++u) valid_ |= valid(u) << (u * kBits);
+    for (int u = 0; u < kSlots; ++u) valid_ |= valid(u) << (u * kWidth);
   }
 
   // True if value w of slot u is valid.
-  __device__ __forceinline__ bool counts(int w, int u) const {
-    return (valid_ >> (u * kBits + (kBits == 1 ? 0 : w)) & 1) != 0;
-  }
+  __device__ __forceinline__ bool counts(int w, int u) const { return (valid_ >> (u * kWidth + w) & 1) != 0; }
   // Number of valid values per channel; whether all are valid.
-  __device__ __forceinline__ int count() const { return __popc(valid_); }
-  __device__ __forceinline__ bool full() const { return valid_ == ~0u >> (32 - kSlots * kBits); }
+  __device__ __forceinline__ int count() const { return __popc(valid_) / Traits::kLanes; }
+  __device__ __forceinline__ bool full() const { return valid_ == ~0u >> (32 - kSlots * kWidth); }
 
-  // Removes and returns the first slot.
-  __device__ __forceinline__ Taken pop() {
-    const Taken first{take(slots), valid_};
-    valid_ >>= kBits;
-    return first;
+  // Removes the first slot.
+  __device__ __forceinline__ void pop() {
+    take(slots);
+    valid_ >>= kWidth;
   }
 
  private:
   __device__ __forceinline__ unsigned valid(int u) const {
-    if constexpr (!Traits::kPlanar && Traits::kMasked) return slots[u].mask() != 0 && mask_[places_[u]] != 0;
-    if constexpr (Traits::kPlanar && Traits::kMasked)
-      return valid_bits(mask_, plan_, walk.channel, places_[u], slots[u]);
-    return slots[u].mask();
+    const auto& slot = slots[u];
+    if constexpr (!Traits::kMasked) return slot.mask();
+    if constexpr (Traits::kPlanar) return valid_bits(mask_, plan_, walk.channel, places_[u], slot);
+    return !slot.empty() && mask_[places_[u]] != 0 ? slot.mask() : 0;
   }
 
   const typename Traits::Plan& plan_;
   const uint8_t* const mask_;
   int64_t places_[kSlots];  // samples or rows
-  unsigned valid_;          // kBits for each slot
+  unsigned valid_;          // kWidth bits for each slot
 };
 
 // Loaded values of a batch in one tensor.
@@ -160,7 +145,7 @@ struct Loaded {
 #pragma unroll
     for (int u = 0; u < kSlots; ++u) {
       // Element-wise kernels are the last readers.
-      bits[u] = load_slot<W, !Traits::kReduces>(tensor, batch.slots[u], batch.walk.whole());
+      bits[u] = load_slot<!Traits::kReduces, T>(tensor, batch.slots[u], batch.walk.whole());
     }
   }
   __device__ __forceinline__ Pack<T, W> slot(int u) const { return pack_of<T, W>(bits[u]); }
@@ -184,13 +169,5 @@ struct Loaded {
     return first;
   }
 };
-
-template <typename T, typename A, int W>
-__device__ __forceinline__ Pack<T, W> narrow_all(const A (&values)[W]) {
-  Pack<T, W> pack;
-#pragma unroll
-  for (int w = 0; w < W; ++w) pack.values[w] = static_cast<T>(values[w]);
-  return pack;
-}
 
 }  // namespace bagua_syncbn::cuda

@@ -28,12 +28,12 @@ __global__ void __launch_bounds__(kThreads, Traits::resident())
   while (batch.any) {
 #pragma unroll(Traits::kUnroll)
     for (int u = 0; u < Traits::kSlots; ++u) {
-      const auto slot = batch.pop();
       A z[Traits::kWidth];
       normalize(factors, values.pop(), z);
       if (kActivates && residual != nullptr) add(residuals.pop(), z);
       if (kActivates) activate<false>(z, act);
-      store_slot(y, slot.slot, narrow_all<typename Traits::T>(z));
+      store_slot(y, batch.slots[0], z);
+      batch.pop();
     }
     if (batch.walk.done()) break;
     load();

@@ -35,25 +35,19 @@ __device__ __forceinline__ Pack<T, W> pack_of(const Bits<T, W>& bits) {
   return pack;
 }
 
-// Planar: of the W values at `offset`, `first` to `last` - 1 belong to the row; none if `last` <= 0.
-template <int W>
+// Planar: of the W values at `offset`, `first` to `last` - 1 belong to the row; none if `last` <= 0. Interleaved: all
+// W, or none if `offset` is negative, which needs fewer registers.
+template <int W, bool kPlanar>
 struct Slot {
   int64_t offset;
   int first;
   int last;
 
-  __device__ __forceinline__ bool full() const { return first == 0 && last >= W; }
-  __device__ __forceinline__ bool holds(int j) const { return first <= j && j < last; }
+  __device__ __forceinline__ bool empty() const { return kPlanar ? last <= 0 : offset < 0; }
+  __device__ __forceinline__ bool full() const { return kPlanar ? first == 0 && last >= W : !empty(); }
+  __device__ __forceinline__ bool holds(int j) const { return kPlanar ? first <= j && j < last : !empty(); }
   // A bit for each value of the row.
-  __device__ __forceinline__ unsigned mask() const { return last > 0 ? (1u << last) - (1u << first) : 0u; }
-};
-
-// Interleaved: all W values at `offset`; none if it is negative. Needs fewer registers than a Slot.
-struct RowSlot {
-  int64_t offset;
-
-  // A bit for the whole row.
-  __device__ __forceinline__ unsigned mask() const { return offset >= 0; }
+  __device__ __forceinline__ unsigned mask() const { return empty() ? 0u : (1u << last) - (1u << first); }
 };
 
 // `kLast`: no later pass reads the tensor, so its cache lines are evicted first.
@@ -64,12 +58,12 @@ __device__ __forceinline__ V load(const V* address) {
 
 // Loads the W values of `slot`. Values outside its row are arbitrary. `whole`: all W values are inside the tensor, so
 // one load is safe.
-template <int W, bool kLast, typename T>
-__device__ __forceinline__ Bits<T, W> load_slot(const T* x, const Slot<W>& slot, bool whole) {
+template <bool kLast, typename T, int W, bool kPlanar>
+__device__ __forceinline__ Bits<T, W> load_slot(const T* x, const Slot<W, kPlanar>& slot, bool whole) {
   Bits<T, W> bits{};
-  if (slot.full() || (whole && slot.last > 0)) {
+  if (slot.full() || (whole && !slot.empty())) {
     bits = load<kLast>(reinterpret_cast<const Bits<T, W>*>(x + slot.offset));
-  } else if (slot.last > 0) {
+  } else if (!slot.empty()) {
     Pack<T, W> pack;
 #pragma unroll
     for (int j = 0; j < W; ++j) pack.values[j] = slot.holds(j) ? x[slot.offset + j] : static_cast<T>(0.0f);
@@ -78,26 +72,14 @@ __device__ __forceinline__ Bits<T, W> load_slot(const T* x, const Slot<W>& slot,
   return bits;
 }
 
-template <int W, bool kLast, typename T>
-__device__ __forceinline__ Bits<T, W> load_slot(const T* x, const RowSlot& slot, bool) {
-  return slot.offset >= 0 ? load<kLast>(reinterpret_cast<const Bits<T, W>*>(x + slot.offset)) : Bits<T, W>{};
-}
-
-template <typename T, int W>
-__device__ __forceinline__ void store_pack(T* address, const Pack<T, W>& pack) {
-  Bits<T, W> bits;
-  memcpy(&bits, &pack, sizeof(bits));
-  *reinterpret_cast<Bits<T, W>*>(address) = bits;
-}
-
-template <int W, typename T>
-__device__ __forceinline__ void store_slot(T* y, const RowSlot& slot, const Pack<T, W>& pack) {
-  if (slot.offset >= 0) store_pack(y + slot.offset, pack);
-}
-template <int W, typename T>
-__device__ __forceinline__ void store_slot(T* y, const Slot<W>& slot, const Pack<T, W>& pack) {
+// Rounds the values of `slot` and stores them.
+template <typename T, int W, bool kPlanar>
+__device__ __forceinline__ void store_slot(T* y, const Slot<W, kPlanar>& slot, const Accumulate<T> (&values)[W]) {
+  Pack<T, W> pack;
+#pragma unroll
+  for (int j = 0; j < W; ++j) pack.values[j] = static_cast<T>(values[j]);
   if (W > 1 && slot.full()) {
-    store_pack(y + slot.offset, pack);
+    *reinterpret_cast<Pack<T, W>*>(y + slot.offset) = pack;
     return;
   }
 #pragma unroll

@@ -21,8 +21,6 @@ __device__ __forceinline__ uint2 place_of(bool reversed) {
 template <int W>
 class PlanarWalk {
  public:
-  using Slot = cuda::Slot<W>;
-
   int64_t channel, part;
 
   __device__ PlanarWalk(const Planar& plan, bool reversed) : plan_(plan) {
@@ -58,11 +56,11 @@ class PlanarWalk {
   __device__ __forceinline__ bool whole() const { return whole_; }
 
   // Returns the next slot, which is empty at the end. Has no branch, so all slots of a batch are found at once.
-  __device__ __forceinline__ Slot next() {
+  __device__ __forceinline__ Slot<W, true> next() {
     // Offset of the row within its first slot.
     const int shift = W == 1 ? 0 : static_cast<int>((static_cast<unsigned>(offset_) + plan_.misaligned) % W);
     const int begin = slot_ * W - shift, rest = static_cast<int>(plan_.inner) - begin;
-    const Slot slot{offset_ + begin, begin < 0 ? shift : 0, done() ? 0 : min(rest, W)};
+    const Slot<W, true> slot{offset_ + begin, begin < 0 ? shift : 0, done() ? 0 : min(rest, W)};
     slot_ += plan_.slots_on;
     const bool across = slot_ >= static_cast<int>(plan_.slots);
     slot_ -= across ? static_cast<int>(plan_.slots) : 0;
@@ -84,8 +82,6 @@ class PlanarWalk {
 template <int W>
 class InterleavedWalk {
  public:
-  using Slot = RowSlot;
-
   int64_t channel, part;  // `channel`: the first channel of the thread
 
   __device__ InterleavedWalk(const Interleaved& plan, bool reversed) : plan_(plan) {
@@ -114,8 +110,8 @@ class InterleavedWalk {
 
   __device__ __forceinline__ bool whole() const { return true; }
 
-  __device__ __forceinline__ Slot next() {
-    const Slot slot{done() ? -1 : offset_};
+  __device__ __forceinline__ Slot<W, false> next() {
+    const Slot<W, false> slot{done() ? -1 : offset_, 0, W};
     left_ -= static_cast<int>(plan_.sharing.step);
     offset_ += plan_.step;
     return slot;
