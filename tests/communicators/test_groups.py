@@ -5,7 +5,6 @@ import gc
 import pickle
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
@@ -134,16 +133,6 @@ def test_different_descriptions_raise_on_all_ranks():
         for _ in range(2):
             with pytest.raises(ValueError, match=f"expected equal values on all 4 ranks of the job, {told}"):
                 SyncBatchNorm(1, process_group=mine)(torch.randn(2, 1))
-
-
-@pytest.mark.ranks(3, new_job=True)
-def test_groups_inherit_the_timeout_of_the_job_or_the_given_group(tmp_path):
-    rank = dist.get_rank()
-    join_job(str(tmp_path / "store"), rank, 3, seconds=60)
-    given = dist.new_group([0, 1], timeout=timedelta(seconds=70))
-    for kind, seconds in [(None, 60), *([] if rank == 2 else [(given, 70)])]:
-        options = communicator_of(kind).group._get_backend(torch.device("cpu")).options
-        assert options._timeout.total_seconds() == seconds
 
 
 @pytest.mark.ranks(2, new_job=True)

@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from bagua_syncbn._torch.process_groups import timeout_of
 from bagua_syncbn.communicators import TorchCommunicator, shared
 from tests.helpers.observed import collectives
-from tests.helpers.own_groups import communicator_of, needs_shared_memory
+from tests.helpers.own_groups import communicator_of, forget_groups, needs_shared_memory
 
 pytestmark = needs_shared_memory
 
@@ -62,17 +63,15 @@ def test_messages_equal_those_of_collectives(pool, dtype, values, beginners):
 def test_ranks_wait_until_the_groups_timeout_and_spin_only_if_each_has_a_core(cores, spins):
     native = shared.native_library()
     affinity = patch.object(os, "sched_getaffinity", Mock(return_value=set(range(cores))))
-    with affinity, patch.object(native, "map_segment", wraps=native.map_segment) as map_segment:
-        communicator_of(dist.new_group(timeout=timedelta(seconds=60)))
-    assert map_segment.call_args.args[2:4] == (60, spins)
+    forget_groups()
+    for given, seconds in ((dist.new_group(timeout=timedelta(seconds=60)), 60), (None, 1800)):  # the job's timeout
+        with affinity, patch.object(native, "map_segment", wraps=native.map_segment) as map_segment:
+            group = communicator_of(given).group
+        assert map_segment.call_args.args[2:4] == (seconds, spins)
+        assert timeout_of(group).total_seconds() == seconds
 
 
 # Agreement
-
-
-def on_hosts(places):
-    """Makes rank r claim to be on the host ``places[r]``."""
-    return patch.object(shared, "host_name", lambda: (places[dist.get_rank()], ""))
 
 
 class Full:
@@ -97,15 +96,6 @@ def test_all_ranks_share_memory_or_none(rank, lacks):
     assert communicator.all_gather(torch.ones(2)).tolist() == [[1.0, 1.0]] * 3
 
 
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("places", ["aabb", "aaab", "abcd"])
-def test_ranks_of_several_hosts_use_collectives(places):
-    with on_hosts(places):
-        communicator = communicator_of(dist.new_group())
-    assert type(communicator) is TorchCommunicator
-    assert communicator.all_reduce(torch.ones(2)).tolist() == [4.0, 4.0]
-
-
 @pytest.mark.ranks(2)
 def test_a_file_that_is_not_the_groups_memory_is_refused():
     """Rank 0 sends the place of an unrelated file, and of an unrelated group's memory."""
@@ -125,12 +115,13 @@ def test_the_log_says_how_messages_travel_and_why():
     with patch.object(shared, "_log") as log:
         communicator_of(dist.new_group())
         communicator_of(dist.new_group(backend="fake"))
-        with on_hosts("aabb"):
-            communicator_of(dist.new_group())
+        for places in ("aabb", "aaab", "abcd"):  # the host of each rank
+            with patch.object(shared, "host_name", Mock(return_value=(places[rank], ""))):
+                communicator_of(dist.new_group())
         with patch.object(shared, "problem", Mock(return_value=f"reason {rank}" if rank % 3 else "")):
             communicator_of(dist.new_group())
     lines = [call.args[0] % call.args[1:] for call in log.debug.call_args_list]
-    reasons = "its CPU messages do not go over gloo", "its ranks are on several hosts", "rank 1: reason 1"
+    reasons = "its CPU messages do not go over gloo", *["its ranks are on several hosts"] * 3, "rank 1: reason 1"
     for line, text in zip(lines, ["shared memory", *(f"collectives: {reason}" for reason in reasons)], strict=True):
         assert line.endswith(f"rank {rank} of 4: through {text}")
 

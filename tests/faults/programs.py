@@ -83,6 +83,10 @@ class Model(nn.Module):
         return output
 
 
+class Critic(nn.Sequential):
+    """A model of another class."""
+
+
 def _raise_caught(_: Any) -> None:
     raise CaughtError
 

@@ -17,7 +17,18 @@ from bagua_syncbn import _ops as ops
 from bagua_syncbn._reliability import faults
 from bagua_syncbn._reliability.history import History, history_in
 from bagua_syncbn.communicators import TorchCommunicator
-from tests.faults.programs import REFUSED, STEP, Program, backward, forward, is_odd, own_group, own_model, set_in
+from tests.faults.programs import (
+    REFUSED,
+    STEP,
+    Critic,
+    Program,
+    backward,
+    forward,
+    is_odd,
+    own_group,
+    own_model,
+    set_in,
+)
 from tests.helpers.messages import message_of
 from tests.helpers.observed import collectives
 from tests.helpers.one_rank import Twin
@@ -190,10 +201,6 @@ def test_legitimate_differences_are_accepted(pool, name):
 
 
 # Compiled code.
-
-
-class Critic(nn.Sequential):
-    pass
 
 
 def converted(communicator):

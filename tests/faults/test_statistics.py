@@ -8,13 +8,9 @@ import torch
 from torch import nn
 
 from bagua_syncbn import convert_sync_batchnorm, merge_statistics, recalibrate_statistics
-from tests.faults.programs import is_odd, message_of, own_group
+from tests.faults.programs import Critic, is_odd, message_of, own_group
 
 BATCHES = [torch.randn(4, 8), torch.randn(3, 8)]
-
-
-class Critic(nn.Sequential):
-    pass
 
 
 def raising():

@@ -19,6 +19,8 @@ from bagua_syncbn.communicators import LOCAL
 
 def _save_what(policy, ctx, op, *args, **kwargs):
     saves = {torch.ops.aten.addmm.default, torch.ops.aten.tanh.default, torch.ops.aten.sin.default}
+    # The messages of compiled code.
+    saves |= {torch.ops._c10d_functional.all_gather_into_tensor.default, torch.ops.bagua_syncbn.exchange.default}
     return CheckpointPolicy.MUST_SAVE if policy == "all" or op in saves else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -17,9 +17,9 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from bagua_syncbn import SyncBatchNorm, SyncBatchNorm2d, convert_sync_batchnorm, with_bagua
+from tests.helpers.checkpoints import CHECKPOINTS
 from tests.helpers.observed import MESSAGE_IN_GRAPH
 from tests.helpers.own_groups import forget_groups
 from tests.helpers.rows import rows
@@ -32,20 +32,14 @@ class OwnForward(nn.BatchNorm2d):
 
 
 class Checkpointed(nn.Sequential):
+    checkpoint = staticmethod(CHECKPOINTS["non-reentrant"])
+
     def forward(self, input):
-        return checkpoint(super().forward, input, use_reentrant=False)
+        return self.checkpoint(super().forward, input)
 
 
-def save_gathered(ctx, op, *args, **kwargs):
-    gathers = torch.ops._c10d_functional.all_gather_into_tensor.default, torch.ops.bagua_syncbn.exchange.default
-    saved = op in gathers
-    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-class SelectivelyCheckpointed(nn.Sequential):
-    def forward(self, input):
-        contexts = partial(create_selective_checkpoint_contexts, save_gathered)
-        return checkpoint(super().forward, input, use_reentrant=False, context_fn=contexts)
+class SelectivelyCheckpointed(Checkpointed):
+    checkpoint = staticmethod(CHECKPOINTS["selective, some"])
 
 
 IF_TRACED = pytest.mark.skipif(torch.__version__ < "2.13", reason="torch.compile traces the redirection from 2.13 on")
@@ -252,7 +246,7 @@ def test_collectives_and_sums_are_in_the_graph(pool, kind):
 @pytest.mark.ranks(2)
 def test_a_checkpoint_around_a_compiled_layer_updates_running_statistics_once(backend):
     layer, twin = (SyncBatchNorm(3, momentum=None, process_group=None) for _ in range(2))
-    call = partial(checkpoint, torch.compile(layer, backend=backend), use_reentrant=False)
+    call = partial(CHECKPOINTS["non-reentrant"], torch.compile(layer, backend=backend))
     for _ in range(2):
         input, grad_output = torch.randn(2, 4, 3)
         for each in (call, twin):

@@ -170,10 +170,14 @@ MORE_CALLS = (
 )
 
 
+@pytest.mark.parametrize("how", ["reentrant", "without early stop"])
 @pytest.mark.parametrize(("block", "message"), [OTHER_INPUT, MORE_CALLS])
-def test_recomputation_that_differs_raises(block, message):
+def test_recomputation_that_differs_raises(how, block, message):
+    """Calls after the checkpoint are not a part of its first run."""
     layer, runs = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3, momentum=None))), iter([1, 2])
-    output = CHECKPOINTS["reentrant"](lambda x: block(layer, x, next(runs)), torch.randn(4, 3, requires_grad=True))
+    input = torch.randn(4, 3, requires_grad=True)
+    output = CHECKPOINTS[how](lambda x: block(layer, x, next(runs)), input)
+    layer(input)
     with pytest.raises(RuntimeError, match=message):
         output.sum().backward()
 
