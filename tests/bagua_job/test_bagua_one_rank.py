@@ -3,12 +3,13 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 import bagua_syncbn
 from bagua_syncbn.bagua import engine
 from tests.bagua_job.native import start_autotune_thread
 from tests.bagua_job.test_bagua_wrapper import ALGORITHMS, make_algorithm, make_model, make_optimizer
+from tests.helpers.one_rank import Twin
+from tests.helpers.steps import STEPS, batch_of, take_step
 from tests.helpers.workers import WorkerPool
 
 
@@ -27,19 +28,17 @@ def one_rank():
     workers.close()
 
 
-class Forced:
-    """Single-rank communicator that acts as two ranks with the same values."""
-
-    size, rank = 2, 0
+class Forced(Twin):
+    """A twin that also runs the collectives of a single rank."""
 
     def __init__(self):
         self.one = engine.make_communicator((0,))
 
     def all_gather(self, packed):
-        return self.one.all_gather(packed).repeat(2, 1)
+        return super().all_gather(self.one.all_gather(packed))
 
     def all_reduce(self, packed):
-        return self.one.all_reduce(packed).mul_(2)
+        return super().all_reduce(self.one.all_reduce(packed))
 
 
 def train(algorithm):
@@ -47,19 +46,16 @@ def train(algorithm):
     bagua_syncbn.convert_sync_batchnorm(model, Forced())
     optimizer, local_optimizer = make_optimizer(model, algorithm), make_optimizer(local)
     bagua_syncbn.with_bagua(model, [optimizer], make_algorithm(algorithm, optimizer))
-    for step in range(5):
-        input, target = torch.randn(6, 3, 8, 8).cuda(), torch.randn(6, 5).cuda()
-        for net, its, ranks in ((model, optimizer, 1), (local, local_optimizer, 2)):
-            its.zero_grad()
-            loss = F.mse_loss(net(input.repeat(ranks, 1, 1, 1)), target.repeat(ranks, 1))
-            loss.backward()
-            its.step()
-            assert loss.isfinite()
-        if step == 0:  # some algorithms differ in later steps
+    for number in range(STEPS):
+        input, target = batch_of(number, (6,), 0, model[0].weight)
+        take_step(model, optimizer, input, target, (6,))
+        take_step(local, local_optimizer, input.repeat(2, 1, 1, 1), target.repeat(2, 1), (12,))
+        if number == 0:  # some algorithms differ in later steps
             torch.testing.assert_close(model[1].running_var, local[1].running_var)
     if algorithm == "async":
         model.bagua_algorithm.abort(model)
-    assert model[1].num_batches_tracked.item() == 5
+    assert model[1].num_batches_tracked.item() == STEPS
+    assert model[0].weight.isfinite().all()
     if algorithm == "gradient_allreduce":  # one rank's gradients
         torch.testing.assert_close(model.state_dict(), local.state_dict(), rtol=1e-3, atol=1e-4)
 
