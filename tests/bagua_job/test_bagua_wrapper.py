@@ -71,7 +71,9 @@ def test_algorithms_train_synchronized_layers(pool, algorithm, own_method):
         assert torch.equal(states[0]["1.running_mean"], states[1]["1.running_mean"])
 
 
-def wrap_in_group(kind):
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("kind", ["Bagua", "torch"])
+def test_layers_get_the_group_of_the_wrapper(kind):
     rank = dist.get_rank()
     pair = [rank % 2, rank % 2 + 2]
     new_group = communication.new_group if kind == "Bagua" else dist.new_group
@@ -86,19 +88,16 @@ def wrap_in_group(kind):
     assert communicator_of(model[1].process_group).group.ranks == pair
     assert model[1].running_mean.tolist() == [pair[0]] * 6
     model(torch.full((2, 3, 8, 8), float(rank))).sum().backward()
-    return model[0].weight.detach(), model[0].weight.grad, model[1].running_mean, model[4].running_mean
+    # Weights, gradients and statistics of the pair, statistics of all.
+    own = model[0].weight.detach(), model[0].weight.grad, model[1].running_mean, model[4].running_mean
+    results = steps.gathered(own)
+    assert [torch.equal(one, other) for one, other in zip(own, results[rank - 2], strict=True)] == [True] * 4
+    others = [torch.equal(one, other) for one, other in zip(own, results[rank - 1], strict=True)]
+    assert others == [False, False, False, True]
 
 
-@pytest.mark.parametrize("kind", ["Bagua", "torch"])
-def test_layers_get_the_group_of_the_wrapper(pool, kind):
-    results = pool.run(wrap_in_group, 4, kind)
-    for rank, result in enumerate(results):  # weights, gradients and statistics of the pair, statistics of all
-        same = [torch.equal(one, other) for one, other in zip(result, results[rank - 2], strict=True)]
-        others = [torch.equal(one, other) for one, other in zip(result, results[rank - 1], strict=True)]
-        assert (same, others) == ([True] * 4, [False, False, False, True])
-
-
-def leave_out():
+@pytest.mark.ranks(2)
+def test_buffers_are_broadcast_unless_ignored():
     rank = dist.get_rank()
     model = bagua_syncbn.convert_sync_batchnorm(make_model(rank))
     for layer in (model[1], model[4]):
@@ -109,11 +108,7 @@ def leave_out():
     model.register_buffer("nothing", torch.empty(0))
     model.register_buffer("wide", torch.arange(6.0, dtype=torch.float64).view(2, 3).t() + rank)
     bagua_syncbn.with_bagua(model, [make_optimizer(model)])
-    return model.state_dict()
-
-
-def test_buffers_are_broadcast_unless_ignored(pool):
-    first, second = pool.run(leave_out, 2)
+    first, second = steps.gathered(model.state_dict())
     assert {name for name in first if not torch.equal(first[name], second[name])} == {
         "6.weight", "1.running_var", "4.running_var",
     }  # fmt: skip

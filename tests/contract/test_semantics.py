@@ -72,15 +72,9 @@ def test_a_large_mean_loses_no_accuracy(pool):
     compare(case, pool.run(run_rank, 2, case), also=0.1)  # the mean is rounded to float32, by up to 1e-3 deviations
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(("scale", "order"), [(1e-19, 1), (1e-12, 2)])
-def test_without_eps_float32_represents_the_documented_deviations(pool, scale, order):
-    for (output, grad), expected in pool.run(train_scaled, 2, scale, order):
-        for value, wanted in zip((output, grad), expected, strict=True):
-            torch.testing.assert_close(value.double(), wanted, rtol=1e-5, atol=1e-5 * wanted.abs().max().item())
-
-
-def train_scaled(scale, order):
-    """Returns output and scaled gradient in float32 and in float64."""
+def test_without_eps_float32_represents_the_documented_deviations(scale, order):
     values, grad_output = draw(2, 16, 4, seed=dist.get_rank(), dtype=torch.float32)
     results = []
     for dtype in (torch.float32, torch.float64):
@@ -90,7 +84,8 @@ def train_scaled(scale, order):
         if order == 2:
             (grad,) = torch.autograd.grad((grad * scale).square().sum(), input)
         results.append((output.detach(), grad * scale))
-    return results
+    for value, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(value.double(), wanted, rtol=1e-5, atol=1e-5 * wanted.abs().max().item())
 
 
 def count_in(dtype):
