@@ -43,10 +43,6 @@ struct Traits {
   }
 };
 
-// An integer of W bytes.
-template <int W>
-using Word = std::conditional_t<W == 2, uint16_t, std::conditional_t<W == 4, uint32_t, uint64_t>>;
-
 // Planar: returns a bit for each valid value of `slot`, a slot of `channel` in `sample`.
 template <int W>
 __device__ __forceinline__ unsigned valid_bits(const uint8_t* mask, const Planar& plan, int64_t channel, int64_t sample,
@@ -54,13 +50,12 @@ __device__ __forceinline__ unsigned valid_bits(const uint8_t* mask, const Planar
   if (slot.empty()) return 0;
   const uint8_t* valid = mask + slot.offset - (sample * (plan.channels - 1) + channel) * plan.inner;
   unsigned bits = 0;
-  if constexpr (W > 1) {
-    if (slot.full() && reinterpret_cast<uintptr_t>(valid) % W == 0) {
-      const uint64_t word = *reinterpret_cast<const Word<W>*>(valid);
+  if (slot.full() && reinterpret_cast<uintptr_t>(valid) % W == 0) {
+    uint64_t bytes = 0;
+    memcpy(&bytes, __builtin_assume_aligned(valid, W), W);
 #pragma unroll
-      for (int j = 0; j < W; ++j) bits |= static_cast<unsigned>(word >> 8 * j & 1) << j;
-      return bits;
-    }
+    for (int j = 0; j < W; ++j) bits |= static_cast<unsigned>(bytes >> 8 * j & 1) << j;
+    return bits;
   }
 #pragma unroll
   for (int j = 0; j < W; ++j) {
