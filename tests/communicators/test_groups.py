@@ -296,16 +296,6 @@ def test_a_job_of_one_rank_accepts_the_description_of_a_larger_job(process_group
     assert mean_over(process_group) == 0
 
 
-def means_in_this_job():
-    return dist.get_process_group_ranks(sync_group(1)), mean_over("node"), mean_over(1)
-
-
-def test_each_job_resolves_descriptions_again(pool):
-    for world_size in (2, 3, 2):
-        expected = [([rank], (world_size - 1) / 2, float(rank)) for rank in range(world_size)]
-        assert pool.run(means_in_this_job, world_size) == expected
-
-
 @pytest.mark.ranks(2, new_job=True)
 @pytest.mark.parametrize("kind", ["new", "None", "number"])
 def test_after_a_failure_old_groups_raise_and_new_groups_work(kind):

@@ -28,7 +28,14 @@ def have_same_bits(value):
     return all(torch.equal(row, rows[0]) for row in rows)
 
 
-def messages_equal_collectives(dtype, values, beginners):
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize(("dtype", "values", "beginners"), [
+    (torch.float32, 0, ""), (torch.float32, 1, ""), (torch.float64, 3, ""), (torch.float32, 1021, ""),
+    (torch.float64, 2**13, ""), (torch.float64, 2**13 + 1, ""), (torch.float16, 5, ""),
+    (torch.float32, 9, "0"), (torch.float32, 9, "012"), (torch.float32, 2**14 + 1, "012"),
+], ids=str)  # fmt: skip
+def test_messages_equal_those_of_collectives(dtype, values, beginners):
+    """``beginners``: ranks that begin messages without waiting."""
     communicator, packed = communicator_of(dist.new_group()), torch.randn(values, dtype=dtype) + dist.get_rank()
     assert type(communicator) is shared.SharedCommunicator
     whole = TorchCommunicator(dist.group.WORLD)
@@ -49,16 +56,6 @@ def messages_equal_collectives(dtype, values, beginners):
         torch.testing.assert_close(total, whole.all_reduce(packed.clone()))
         assert total.shape == packed.shape
         assert have_same_bits(total)
-
-
-@pytest.mark.parametrize(("dtype", "values", "beginners"), [
-    (torch.float32, 0, ""), (torch.float32, 1, ""), (torch.float64, 3, ""), (torch.float32, 1021, ""),
-    (torch.float64, 2**13, ""), (torch.float64, 2**13 + 1, ""), (torch.float16, 5, ""),
-    (torch.float32, 9, "0"), (torch.float32, 9, "012"), (torch.float32, 2**14 + 1, "012"),
-], ids=str)  # fmt: skip
-def test_messages_equal_those_of_collectives(pool, dtype, values, beginners):
-    """``beginners``: ranks that begin messages without waiting."""
-    pool.run(messages_equal_collectives, 3, dtype, values, beginners)
 
 
 @pytest.mark.ranks(3)

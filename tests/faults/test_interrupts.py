@@ -149,25 +149,8 @@ def test_a_second_thread_in_a_group_raises(way):
             assert "forward of SyncBatchNorm (5 channels, float32, eps=1e-05, momentum=0.1) has not finished" in message
             assert message.endswith("give each thread a separate group from torch.distributed.new_group()")
         dist.barrier()
-        if is_odd():
-            call(layers[0])
-        else:
-            waiting.join()
+        call(layers[0]) if is_odd() else waiting.join()
         communicator.leave("ended")
-
-
-class Counting(Twin):
-    """Counts messages of layers."""
-
-    sent = 0
-
-    def all_gather(self, packed):
-        self.sent += 1
-        return super().all_gather(packed)
-
-    def all_reduce(self, packed):
-        self.sent += 1
-        return super().all_reduce(packed)
 
 
 X = draw(4, 3)
@@ -178,9 +161,8 @@ class Borrowed:
 
     def __init__(self):
         torch.manual_seed(0)
-        self.group = Counting()
         layers = nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.0), nn.BatchNorm1d(3, momentum=None)
-        self.model = bagua_syncbn.convert_sync_batchnorm(nn.Sequential(*layers).double(), self.group)
+        self.model = bagua_syncbn.convert_sync_batchnorm(nn.Sequential(*layers).double(), Twin())
         for _ in range(3):
             step(self.model, X)
         self.before = copy.deepcopy(self.model.state_dict())
@@ -199,12 +181,9 @@ class Borrowed:
         return parts, states, list(map(id, self.model.buffers())), thread, random_states, spec_of(None) is EVERYONE
 
     def step(self, call=None):
-        """Returns the results of a step that starts from the initial buffers. Checks that the step is synchronized."""
+        """Returns the results of a step that starts from the initial buffers. They depend on each message."""
         self.model.load_state_dict(self.before)
-        sent = self.group.sent
-        results = step(self.model, X, call=call)
-        assert self.group.sent - sent >= 4, "did not synchronize"  # more with probes
-        return results
+        return step(self.model, X, call=call)
 
 
 def interrupted_anywhere(run, places):
@@ -286,7 +265,7 @@ CHANGES = {
     "freeze": bagua_syncbn.freeze_statistics,
     "unfreeze": lambda model: bagua_syncbn.unfreeze_statistics(bagua_syncbn.freeze_statistics(model)),
     "revert": bagua_syncbn.revert_sync_batchnorm,
-    "merge": lambda model: bagua_syncbn.merge_statistics(model, Counting()),
+    "merge": lambda model: bagua_syncbn.merge_statistics(model, Twin()),
 }
 
 

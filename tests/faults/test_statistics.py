@@ -52,24 +52,22 @@ DIVERGENCES = {
 }  # fmt: skip
 
 
-def run(name, first):
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("name", "first"), [
+    *((name, False) for name in DIVERGENCES),
+    *((name, True) for name in ("merges another model", "raises in its batches", "recalibrates")),
+])  # fmt: skip
+def test_diverging_ranks_are_named_and_keep_their_statistics(name, first):
+    odd, named = DIVERGENCES[name]
     do = recalibrate if "batches" in name else merge_statistics
     with own_group() as communicator:
         model = convert_sync_batchnorm(Critic(nn.BatchNorm1d(8), nn.BatchNorm1d(8)), communicator)
         if not first:
             do(model, communicator)
         before = copy.deepcopy(model.state_dict())
-        message = message_of(DIVERGENCES[name][0] if is_odd() else do, model, communicator)
-        if not is_odd():
+        if is_odd():
+            assert message_of(odd, model, communicator) != "finished"
+        else:
+            message = message_of(do, model, communicator)
+            assert all(part in message for part in named), message
             torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-    return message
-
-
-@pytest.mark.parametrize(("name", "first"), [
-    *((name, False) for name in DIVERGENCES),
-    *((name, True) for name in ("merges another model", "raises in its batches", "recalibrates")),
-])  # fmt: skip
-def test_diverging_ranks_are_named_and_keep_their_statistics(pool, name, first):
-    peer, odd = pool.run(run, 2, name, first)
-    assert all(part in peer for part in DIVERGENCES[name][1]), peer
-    assert odd != "finished"

@@ -27,8 +27,11 @@ def communicator_of(process_group=None):
 
 def mean_over(process_group):
     """Returns the batch mean of a layer with ``process_group``, where each rank's input is its rank."""
-    layer = SyncBatchNorm(1, momentum=1.0, process_group=process_group)
-    layer(torch.full((2, 1), float(dist.get_rank())))
+    return mean_by(SyncBatchNorm(1, momentum=1.0, process_group=process_group))
+
+
+def mean_by(layer, offset=0):
+    layer(torch.full((2, 1), float(dist.get_rank() + offset)))
     return layer.running_mean.item()
 
 

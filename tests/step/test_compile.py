@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bagua_syncbn import SyncBatchNorm, SyncBatchNorm2d, convert_sync_batchnorm, with_bagua
 from tests.helpers.checkpoints import CHECKPOINTS
 from tests.helpers.observed import MESSAGE_IN_GRAPH
-from tests.helpers.own_groups import forget_groups
+from tests.helpers.own_groups import forget_groups, mean_by
 from tests.helpers.rows import rows
 from tests.helpers.steps import step
 
@@ -166,11 +166,6 @@ def layer_in(kind):
     return SyncBatchNorm(1, momentum=1.0, process_group=process_group)
 
 
-def mean_of_ranks(layer, offset=0):
-    layer(torch.full((2, 1), float(dist.get_rank() + offset)))
-    return layer.running_mean.item()
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("kind", "is_loaded"), rows([
     *((kind, False) for kind in (None, "group", "mesh", "node", 2, [[1, 0]], [[0], [1]])), ("group", True), (None, True)
@@ -180,10 +175,10 @@ def test_every_kind_of_group_compiles_in_one_graph(kind, is_loaded):
     layer = pickle.loads(pickle.dumps(layer_in(kind))) if is_loaded else layer_in(kind)
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
     mean = dist.get_rank() if kind == [[0], [1]] else 0.5
-    assert [mean_of_ranks(compiled), mean_of_ranks(layer, 10)] == [mean, mean + 10]
+    assert [mean_by(compiled), mean_by(layer, 10)] == [mean, mean + 10]
     if kind == "group":
         layer.process_group = 1
-        assert mean_of_ranks(compiled) == dist.get_rank()
+        assert mean_by(compiled) == dist.get_rank()
 
 
 compiled_once = {}
@@ -194,7 +189,7 @@ def compiled_in_an_earlier_job(kind):
         layer = layer_in(kind)
         # Compiled code first: an eager call would replace the communicator of the earlier job.
         compiled_once[kind] = torch.compile(layer, backend="eager", fullgraph=True), layer
-    return [mean_of_ranks(layer, offset) for offset, layer in enumerate(compiled_once[kind])]
+    return [mean_by(layer, offset) for offset, layer in enumerate(compiled_once[kind])]
 
 
 @pytest.mark.parametrize("kind", rows([None, "node"], ["node"]))
