@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from bagua_syncbn._torch.process_groups import timeout_of
 from bagua_syncbn.communicators import TorchCommunicator, shared
+from tests.helpers import steps
 from tests.helpers.messages import message_of
 from tests.helpers.observed import collectives
 from tests.helpers.own_groups import communicator_of, forget_groups, needs_shared_memory
@@ -21,11 +22,6 @@ from tests.helpers.own_groups import communicator_of, forget_groups, needs_share
 pytestmark = needs_shared_memory
 
 # Values
-
-
-def have_same_bits(value):
-    rows = TorchCommunicator(dist.group.WORLD).all_gather(value.contiguous().view(-1).clone())
-    return all(torch.equal(row, rows[0]) for row in rows)
 
 
 @pytest.mark.ranks(3)
@@ -55,7 +51,7 @@ def test_messages_equal_those_of_collectives(dtype, values, beginners):
         assert torch.equal(gathered, whole.all_gather(packed))
         torch.testing.assert_close(total, whole.all_reduce(packed.clone()))
         assert total.shape == packed.shape
-        assert have_same_bits(total)
+        assert all(torch.equal(total, other) for other in steps.gathered(total))
 
 
 @pytest.mark.ranks(3)

@@ -33,7 +33,7 @@ from bagua_syncbn.communicators import c10d, shared
 from tests.faults.programs import is_odd, message_of, own_group
 from tests.helpers.checkpoints import CHECKPOINTS
 from tests.helpers.one_rank import Twin
-from tests.helpers.steps import assert_same_bits, draw, step
+from tests.helpers.steps import assert_same_bits, draw, gathered, step
 
 PACKAGE = Path(bagua_syncbn.__file__).parent
 PROTOCOL = ("_reliability/protocol.py",)
@@ -114,10 +114,9 @@ def interrupt_everywhere(way, before, places):
                 assert time.monotonic() - begin < 30, f"{place}: the other rank was not notified"
                 if not is_odd():  # the interrupted rank may take one step more
                     communicator.leave("ended")
-                lines = [len(seen)]
-                dist.broadcast_object_list(lines, 1)  # the group's destruction would also notify peers
-            if lines[0] < number:
-                return lines[0]
+                *_, lines = gathered(len(seen))  # the group's destruction would also notify peers
+            if lines < number:
+                return lines
     return 0
 
 

@@ -10,7 +10,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from bagua_syncbn import SyncBatchNorm, SyncBatchNorm2d, convert_sync_batchnorm, recompute_outputs, with_bagua
 from bagua_syncbn.communicators import LOCAL, RankGroup
-from tests.helpers.steps import check_training, draw, make_model, make_optimizer, through_file, train
+from tests.helpers.steps import check_training, draw, gathered, make_model, make_optimizer, through_file, train
 
 # DistributedDataParallel
 
@@ -111,9 +111,8 @@ def test_with_bagua_on_torch_broadcasts_the_optimizer_state():
     assert optimizer.param_groups[0]["lr"] == 0.5
     for name in ("exp_avg", "exp_avg_sq"):
         for parameter in model.parameters():
-            of_first = optimizer.state[parameter][name].clone()
-            dist.broadcast(of_first, 0)
-            assert torch.equal(optimizer.state[parameter][name], of_first)
+            first, second = gathered(optimizer.state[parameter][name])
+            assert torch.equal(first, second)
 
 
 @pytest.mark.ranks(4)

@@ -22,26 +22,21 @@ SIZE = (7, 3, 2)
 # Derivatives by autograd
 
 SMOOTH_AND_NOT = ["silu", "gelu_tanh", ("elu", 0.7), "relu", "tanh"]
-BATCHES = pytest.mark.parametrize("splits", [(5,), SPLITS, (0, 3, 4)], ids=str)
 CLAMP = {"eps_mode": "clamp", "eps": 2.0}  # above some of the variances
 FROZEN = [(), ("weight", "bias"), ("weight",), ("bias",), ("input",)]
 
 
-@BATCHES
-def test_second_derivatives_equal_one_process(pool, splits):
+@pytest.mark.parametrize("splits", [(5,), SPLITS, (0, 3, 4)], ids=str)
+def test_higher_derivatives_equal_one_process(pool, splits):
     double = partial(Case, splits, dtype=torch.float64, order=2)
     shapes = [double(shape) for shape in ((4,), (3, 2, 3), (2, 2, 1, 3))]
     activations = [double((2, 3), options={"activation": name}, residual=True) for name in SMOOTH_AND_NOT]
     frozen = [double((3, 2), frozen=names) for names in FROZEN]
     masked = [double((3, 2), masks="nothing", zero_masked=zero) for zero in (False, True)]
-    check(pool, *frozen, *shapes, *activations, *masked, double((3, 2), options=CLAMP))
-
-
-@BATCHES
-def test_third_derivatives_equal_one_process(pool, splits):
     # With momentum=None, F.batch_norm does not compute the reference.
-    for options in ({"momentum": None}, {"momentum": None} | CLAMP):
-        check(pool, Case(splits, (3, 2), torch.float64, options=options, order=3))
+    options = CLAMP, {"momentum": None}, {"momentum": None} | CLAMP
+    third = [double((3, 2), options=given, order=3) for given in options]
+    check(pool, *frozen, *shapes, *activations, *masked, *third)
 
 
 def shared_weight(normalized, weight):
