@@ -97,20 +97,15 @@ SHAPES_IN_LAYOUTS = [
 
 
 def laid_out(tensor: Tensor, layout: str) -> Tensor:
-    """Returns a copy of ``tensor`` in a memory layout."""
-    if layout == "contiguous":
-        return tensor.contiguous()
-    if layout == "channels_last":
-        return tensor.contiguous(memory_format=torch.channels_last)
-    if layout == "channels_last_3d":
-        return tensor.contiguous(memory_format=torch.channels_last_3d)
+    """Returns a copy of ``tensor`` in a memory layout: that of a memory format, "transposed" or "sliced"."""
     if layout == "transposed":
         return tensor.transpose(0, -1).contiguous().transpose(0, -1)
     if layout == "sliced":  # strided in every dimension, with a storage offset
         wide = tensor.new_zeros([2 * size + 1 for size in tensor.shape])
         view = wide[tuple(slice(1, None, 2) for _ in tensor.shape)]
         return view.copy_(tensor)
-    raise ValueError(f"layout: got {layout!r}")
+    memory_format: torch.memory_format = torch.contiguous_format if layout == "contiguous" else getattr(torch, layout)
+    return tensor.contiguous(memory_format=memory_format)
 
 
 class BySuper(nn.BatchNorm2d):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from bagua_syncbn.communicators import shared
 from benchmarks.sections.stored import Storages
@@ -52,7 +53,7 @@ def collectives(payloads: list[int] | None = None) -> Iterator[Counter[str]]:
             if payloads is not None and name == EXCHANGE:
                 payloads.append(args[3] * args[4])
             elif payloads is not None:  # the input is not larger than the output
-                payloads.append(min(tensor.nbytes for tensor in _tensors([*args, *kwargs.values()])))
+                payloads.append(min(tensor.nbytes for tensor in _tensors([args, kwargs])))
             return result
 
         return call
@@ -113,7 +114,7 @@ class _DispatchCounter(TorchDispatchMode):
         self.ops.append(function._schema.name)
         self.reads += _reads_on_host(function, args, kwargs)
         result = function(*args, **kwargs)
-        given = {tensor.untyped_storage()._cdata for tensor in _tensors([args, [*kwargs.values()]])}
+        given = {tensor.untyped_storage()._cdata for tensor in _tensors([args, kwargs])}
         storages = [tensor.untyped_storage() for tensor in _tensors(result)]
         self.sizes += [storage.nbytes() for storage in storages if storage._cdata not in given]
         return result
@@ -125,12 +126,8 @@ class ForbidHostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _reads_on_host(function: Any, args: Any, kwargs: Any) -> bool:

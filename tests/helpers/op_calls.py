@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bagua_syncbn import _ops as ops
+from tests.helpers.cases import laid_out
 
 
 def op_calls(
@@ -15,10 +16,11 @@ def op_calls(
     dtype: torch.dtype = torch.float32,
     parameter_dtype: torch.dtype | None = None,
     weight: bool = True,
+    layout: str = "contiguous",
 ) -> dict[str, dict[str, Any]]:
     """Returns random arguments by name. A key is an op's name, and optionally a space and a set of options."""
     channels, accumulate = shape[1], ops.accumulate_dtype(dtype)
-    input, grad_output, residual = (torch.randn(shape).to(dtype) for _ in range(3))
+    input, grad_output, residual = (laid_out(torch.randn(shape).to(dtype), layout) for _ in range(3))
     mean, invstd = torch.randn(channels, dtype=accumulate), torch.rand(channels, dtype=accumulate) + 0.5
     scale, bias = (torch.randn(channels, dtype=parameter_dtype or dtype) if weight else None for _ in range(2))
     sums, count = torch.randn(2 * channels, dtype=accumulate), torch.tensor(17)

@@ -4,6 +4,7 @@ test_values.py compares values. ``make sanitize`` runs both files under sanitize
 or detect races between two waits of a thread.
 """
 
+import copy
 import mmap
 import warnings
 from itertools import product
@@ -14,19 +15,16 @@ from torch.profiler import ProfilerActivity, profile
 
 from bagua_syncbn._ops import reference
 from tests.helpers.op_calls import op_calls, op_of
+from tests.helpers.steps import assert_same_bits
 from tests.helpers.tolerances import DTYPES
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 30000), (5000, 16)])
 def test_sums_have_the_same_bits_in_any_order(emulated, shape):
-    (input, grad_output), ones = torch.randn(2, *shape).unbind(), torch.ones(shape[1])
-    mask = torch.rand(shape[0], *shape[2:]) < 0.3
-    results = set()
-    for _ in range(4):
-        stats = emulated.batch_norm_stats(input), emulated.batch_norm_stats(input, mask=mask)
-        sums = emulated.batch_norm_backward_reduce(grad_output, input, ones, ones, ones)
-        results.add(torch.cat([*stats, *sums]).numpy().tobytes())
-    assert len(results) == 1
+    for key, arguments in op_calls(shape).items():
+        if "stats" in key or "reduce" in key:
+            first, *others = (op_of(emulated, key)(**copy.deepcopy(arguments)) for _ in range(4))
+            assert_same_bits(others, [first] * 3, key)
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 40001), (20000, 3)])

@@ -95,22 +95,14 @@ def test_the_loops_of_lower_instruction_sets_agree_with_plain_torch(capability):
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_no_op_allocates_temporaries_of_the_size_of_the_input(layout):
-    input, grad_output = (laid_out(torch.randn(4, 64, 64, 64), layout) for _ in range(2))
-    size = input.numel() * input.element_size()
-    mean = torch.ones(64)
-
-    def allocated(function):
+    size = 4 * torch.Size((4, 64, 64, 64)).numel()
+    for key, arguments in op_calls((4, 64, 64, 64), layout=layout).items():
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-            result = function()
+            result = op_of(ops, key)(**arguments)
         del result
-        return sum(max(event.self_cpu_memory_usage, 0) for event in prof.events())
-
-    small = size // 100
-    assert allocated(lambda: ops.batch_norm_stats(input)) < small
-    assert allocated(lambda: ops.batch_norm_backward_reduce(grad_output, input, mean, mean, mean)) < small
-    assert size <= allocated(lambda: ops.batch_norm_elemt(input, mean, mean, mean, mean)) < size + small
-    arguments = (grad_output, input, mean, mean, mean, torch.ones(128), torch.tensor(9))
-    assert size <= allocated(lambda: ops.batch_norm_backward_elemt(*arguments)) < size + small
+        allocated = sum(max(event.self_cpu_memory_usage, 0) for event in prof.events())
+        output = size if "elemt" in key and "in place" not in key else 0
+        assert output <= allocated < output + size // 100, key
 
 
 @pytest.mark.parametrize(("size", "layout", "is_native"), [
