@@ -41,7 +41,10 @@ def make_algorithm(name, optimizer):
     return Algorithm.init(name, **options.get(name, {}))
 
 
-def train(algorithm, own_method):
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("own_method", [True, False], ids=["model.with_bagua", "bagua_syncbn.with_bagua"])
+@pytest.mark.parametrize("algorithm", [*EXACT, "qadam", "async"])
+def test_algorithms_train_synchronized_layers(algorithm, own_method):
     """Trains from different weights and statistics on each rank, which ``with_bagua`` broadcasts."""
     model = bagua_syncbn.convert_sync_batchnorm(make_model(dist.get_rank()))
     optimizer = make_optimizer(model, algorithm)
@@ -57,14 +60,8 @@ def train(algorithm, own_method):
         time.sleep(0.05)  # time for averaging in the background
         model.bagua_algorithm.abort(model)
         assert model.bagua_buckets[0]._async_op.call_count > 0, "nothing ran in the background"
-    return state
-
-
-@pytest.mark.parametrize("own_method", [True, False], ids=["model.with_bagua", "bagua_syncbn.with_bagua"])
-@pytest.mark.parametrize("algorithm", [*EXACT, "qadam", "async"])
-def test_algorithms_train_synchronized_layers(pool, algorithm, own_method):
-    states = pool.run(train, 2, algorithm, own_method)
-    assert states[0]["1.num_batches_tracked"] == steps.STEPS
+    states = steps.gathered(state)
+    assert state["1.num_batches_tracked"] == steps.STEPS
     if algorithm in EXACT:
         steps.check_training(states, SPLITS, tolerance=1e-4)
     if algorithm != "async":

@@ -23,7 +23,7 @@ from bagua_syncbn import (
     sync_batch_norm,
     verify_synchronization,
 )
-from tests.helpers.steps import draw, unchanged
+from tests.helpers.steps import draw, gathered, unchanged
 
 
 def plain(*more):
@@ -211,27 +211,25 @@ EXAMPLES = {
 }
 
 
-def run(name):
+# Sorted by the number of ranks, so that few jobs start.
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=pytest.mark.ranks(len(case.samples)))
+    for name, case in sorted(EXAMPLES.items(), key=lambda item: len(item[1].samples))
+])  # fmt: skip
+def test_the_verdict_names_the_difference_and_its_cause(name):
     case = EXAMPLES[name]
-    module = case.make()
+    module, size = case.make(), len(case.samples)
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
     with unchanged(module):
         verdict = verify_synchronization(module, batch(case.samples[dist.get_rank()]), case.loss)
-    stepped = dist.get_world_size() > 1 and verdict.compared != "nothing"
+    stepped = size > 1 and verdict.compared != "nothing"
     needs_wrapper = stepped and not isinstance(module, DistributedDataParallel)
     assert ["averaged gradients" in note for note in verdict.notes].count(True) == needs_wrapper
-    return bool(verdict), str(verdict).split("\n")[: -1 if needs_wrapper else None]
-
-
-@pytest.mark.parametrize("name", sorted(EXAMPLES, key=lambda name: len(EXAMPLES[name].samples)))  # starts few jobs
-def test_the_verdict_names_the_difference_and_its_cause(pool, name):
-    case = EXAMPLES[name]
-    verdicts = pool.run(run, len(case.samples), name)
-    assert all(verdict == verdicts[0] for verdict in verdicts)
-    equal, lines = verdicts[0]
-    assert equal == (not case.lines), lines
-    expected = case.lines or (f"{len(case.samples)} rank{'s equal' if len(verdicts) > 1 else ' equals'} one process: ",)
+    lines = str(verdict).split("\n")[: -1 if needs_wrapper else None]
+    assert gathered(lines) == [lines] * size
+    assert bool(verdict) == (not case.lines), lines
+    expected = case.lines or (f"{size} rank{'s equal' if size > 1 else ' equals'} one process: ",)
     assert len(lines) == len(expected), lines
     for line, part in zip(lines, expected, strict=True):
         assert part in line, lines
