@@ -16,7 +16,7 @@ from ..conversion.dry_run import unchanged
 from ..conversion.models import check_module, is_data_parallel
 from .causes import causes_of
 from .ranks import Peers, digest
-from .steps import Comparison, Loss, Twins, differences, joined, tensor_kind
+from .steps import Comparison, Loss, Twin, differences, joined, tensor_kind
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def verify_synchronization(
         torch.set_grad_enabled(True)  # the merged batch may require gradients
         found = Comparison(ranks, module, batch, loss)
         # Layers do not communicate here, so no rank waits for a rank that raises.
-        found.run_alone("the step on this rank's batch", batch, Twins())
+        found.run_alone("the step on this rank's batch", batch, Twin())
         unlike = ranks.differing(_state_of(module))
         if unlike:
             others = (f"so do {', '.join(unlike[1:])}",) if unlike[1:] else ()

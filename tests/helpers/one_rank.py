@@ -1,26 +1,11 @@
-"""Communicators with a simulated second rank, to run a layer's synchronized path in one process."""
+"""Communicators with a simulated second rank: layers take the path of several ranks in one process."""
 
 import torch.distributed as dist
 from torch import Tensor
 
+from bagua_syncbn.verification.steps import Twin
+
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-class Twin:
-    """A communicator of two ranks, the second of which is simulated and sends the same messages as the first.
-
-    A layer with this ``process_group`` takes the multi-rank path, unlike in a group of one. Mean, variance and
-    gradients equal the local ones; counts are doubled.
-    """
-
-    size = 2
-    rank = 0
-
-    def all_gather(self, packed: Tensor) -> Tensor:
-        return packed.repeat(2, 1)
-
-    def all_reduce(self, packed: Tensor) -> Tensor:
-        return packed.mul_(2)
 
 
 class OneRankGroup(Twin):
