@@ -28,9 +28,12 @@ def defined_in(module: str, name: str) -> Any:
     return getattr(sys.modules.get(module), name, ())
 
 
-def composable_replicate() -> Any:
-    """Returns torch's module for in-place data parallelism, which a function of the same name shadows."""
-    return import_module("torch.distributed._composable.replicate")
+def replicate_in_place(module: torch.nn.Module, process_group: Any) -> None:
+    """Makes ``module`` data parallel with torch's composable DistributedDataParallel (no wrapper module)."""
+    replicate = import_module("torch.distributed._composable.replicate").replicate
+    replicate(module, process_group=process_group)
+    # Initialize here instead of in the first forward, torch's default, which ranks may reach at different times.
+    replicate.state(module).lazy_init()
 
 
 def is_replicated_in_place(module: torch.nn.Module) -> bool:

@@ -11,15 +11,13 @@ from torch.optim import Optimizer
 
 from .._groups import ProcessGroupLike, engines, spec_of, text_of_argument
 from .._reliability.unsynchronized import warn_at_launch
-from .._torch.modules import composable_replicate, pytree
+from .._torch.modules import pytree, replicate_in_place
 from ..communicators.torch_engine import torch_group_of
 from ..conversion.models import check_module, is_data_parallel
 from ..sync_batchnorm import SyncBatchNorm
 from . import engine as bagua
 
 engines.append(bagua)
-
-_composable: Any = composable_replicate() if dist.is_available() else None
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -131,10 +129,8 @@ def _train_with_bagua(
 
 
 def _replicate(module: nn.Module, optimizers: list[Optimizer], process_group: Any) -> None:
-    """Makes ``module`` data parallel with torch's composable DistributedDataParallel (no wrapper module)."""
-    _composable.replicate(module, process_group=process_group)
-    # Initialize here instead of in the first forward, torch's default, which ranks may reach at different times.
-    _composable.replicate.state(module).lazy_init()
+    """Makes ``module`` data parallel with torch, which broadcasts parameters; broadcasts buffers and optimizer state."""
+    replicate_in_place(module, process_group)
     state: Any = None
     if dist.get_rank(process_group) == 0:  # only rank 0 sends data
         values = [_bytes_of(buffer) for buffer in module.buffers()]  # pickle does not support every dtype
