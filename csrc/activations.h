@@ -51,16 +51,4 @@ enum class Code : int64_t { BAGUA_SYNCBN_ACTIVATIONS(BAGUA_SYNCBN_CODE) };
 constexpr int64_t kActivations = BAGUA_SYNCBN_ACTIVATIONS(BAGUA_SYNCBN_COUNT);
 #undef BAGUA_SYNCBN_COUNT
 
-// An activation. Only leaky_relu and elu use `parameter`.
-template <typename A>
-struct Act {
-  int64_t code;
-  A parameter;
-
-  template <typename B>
-  explicit operator Act<B>() const {
-    return {code, static_cast<B>(parameter)};
-  }
-};
-
 }  // namespace bagua_syncbn

@@ -61,7 +61,8 @@ struct GatherArguments {
 // Operations after the normalization.
 struct Epilogue {
   const void* residual = nullptr;  // added before the activation; may be null
-  Act<double> act{};
+  int64_t activation = 0;          // a Code
+  double parameter = 0;            // of LeakyRelu and Elu
 };
 
 // `weight` and `bias` may be null. In backward, `bias` is only needed with an activation; so is `weight` in

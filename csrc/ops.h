@@ -29,7 +29,7 @@ inline Factors factors_of(const Tensor& input, Tensor& mean, Tensor& invstd, Opt
 inline Epilogue epilogue_of(const OptionalTensor& residual, int64_t activation, double parameter) {
   const bool known = activation >= 0 && activation < kActivations;
   check(known, "activation", "an index in bagua_syncbn/_ops/activations.py", activation);
-  return {residual ? residual->const_data_ptr() : nullptr, {activation, parameter}};
+  return {residual ? residual->const_data_ptr() : nullptr, activation, parameter};
 }
 
 template <typename Device>

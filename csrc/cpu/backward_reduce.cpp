@@ -46,12 +46,12 @@ void backward_reduce(const void* dy, const void* x, void* grad, DType dtype, con
   dispatch(dtype, [&](auto zero) {
     using T = decltype(zero);
     using A = Accumulate<T>;
-    const Normalization<A> normalization(arguments.factors, g.channels, epilogue.act.parameter);
+    const Normalization<A> normalization(arguments.factors, g.channels, epilogue.parameter);
     const Gradients<T> gradients{static_cast<const T*>(dy), static_cast<const T*>(x),
                                  static_cast<const T*>(epilogue.residual), static_cast<T*>(grad),
                                  normalization.factors(false)};
-    if (grad != nullptr && epilogue.act.code == 0) std::memcpy(grad, dy, g.rows() * g.channels * sizeof(T));
-    const ActivatedLoops<T>& activated = loops<T>().activated[epilogue.act.code];
+    if (grad != nullptr && epilogue.activation == 0) std::memcpy(grad, dy, g.rows() * g.channels * sizeof(T));
+    const ActivatedLoops<T>& activated = loops<T>().activated[epilogue.activation];
     std::vector<double> totals(width);  // zeros for an empty input
     if (g.rows() > 0) totals = (g.interleaved ? interleaved_sums<T> : planar_sums<T>)(gradients, g, activated);
     A* sums = static_cast<A*>(arguments.sums);

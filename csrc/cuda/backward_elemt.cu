@@ -14,7 +14,8 @@ template <typename Traits>
 __global__ void __launch_bounds__(kThreads, Traits::resident())
     backward_elemt_kernel(typename Traits::Plan plan, const typename Traits::T* dy,
                           const typename Traits::T* __restrict__ x, typename Traits::T* dx,
-                          BackwardElemtArguments arguments, const uint8_t* mask, Act<typename Traits::A> act) {
+                          BackwardElemtArguments arguments, const uint8_t* mask, int64_t activation,
+                          typename Traits::A parameter) {
   using A = typename Traits::A;
   constexpr bool kActivates = Traits::kActivates, kMasked = Traits::kMasked;
   constexpr int kWidth = Traits::kWidth, kLanes = Traits::kLanes;
@@ -47,7 +48,7 @@ __global__ void __launch_bounds__(kThreads, Traits::resident())
       A g[kWidth];
       if constexpr (kActivates) {
         normalize(factors, x_slot, g);
-        activate<true>(g, act);
+        activate<true>(g, activation, parameter);
       }
 #pragma unroll
       for (int w = 0; w < kWidth; ++w) {
@@ -72,10 +73,10 @@ void backward_elemt(const void* dy, const void* x, void* dx, DType dtype, const 
   const auto tensors = {dy, x, static_cast<const void*>(dx)};
   const auto start = [&](auto traits, const auto& plan) {
     Kernel<backward_elemt_kernel<decltype(traits)>>::launch(plan.grid(), plan.block(), device.stream, plan, dy, x, dx,
-                                                            arguments, mask, epilogue.act);
+                                                            arguments, mask, epilogue.activation, epilogue.parameter);
   };
   if (mask != nullptr) return choose_kernel<Op::kBackwardElemt, true, false>(dtype, g, tensors, start);
-  if (epilogue.act.code != 0) return choose_kernel<Op::kBackwardElemt, false, true>(dtype, g, tensors, start);
+  if (epilogue.activation != 0) return choose_kernel<Op::kBackwardElemt, false, true>(dtype, g, tensors, start);
   choose_kernel<Op::kBackwardElemt, false, false>(dtype, g, tensors, start);
 }
 

@@ -26,12 +26,13 @@ __device__ __forceinline__ void write_sums(const BackwardReduceArguments& argume
   write_channel(arguments.grad_weight, c, dy_xmu * ChannelValue(arguments.factors.invstd, c).as<double>());
 }
 
-// `residual` and `act` are unused unless Traits::kActivates.
+// `residual`, `activation` and `parameter` are unused unless Traits::kActivates.
 template <typename Traits>
 __global__ void __launch_bounds__(kThreads, Traits::resident())
     backward_reduce_kernel(typename Traits::Plan plan, const typename Traits::T* dy, const typename Traits::T* x,
                            typename Traits::T* __restrict__ grad_buffer, BackwardReduceArguments arguments,
-                           const typename Traits::T* residual, Act<typename Traits::A> act, SumsPart* parts) {
+                           const typename Traits::T* residual, int64_t activation, typename Traits::A parameter,
+                           SumsPart* parts) {
   using A = typename Traits::A;
   constexpr bool kActivates = Traits::kActivates;
   constexpr int kWidth = Traits::kWidth, kLanes = Traits::kLanes;
@@ -59,7 +60,7 @@ __global__ void __launch_bounds__(kThreads, Traits::resident())
       if constexpr (kActivates) {
         normalize(factors, x_slot, g);
         if (residual != nullptr) add(residuals.pop(), g);
-        activate<true>(g, act);
+        activate<true>(g, activation, parameter);
       }
 #pragma unroll
       for (int w = 0; w < kWidth; ++w) {
@@ -105,10 +106,11 @@ void backward_reduce(const void* dy, const void* x, void* grad_buffer, DType dty
     using Chosen = decltype(traits);
     SumsPart* const parts = allocate_parts<SumsPart>(device, plan);
     Kernel<backward_reduce_kernel<Chosen>>::launch(plan.grid(), plan.block(), device.stream, plan, dy, x, grad_buffer,
-                                                   arguments, epilogue.residual, epilogue.act, parts);
+                                                   arguments, epilogue.residual, epilogue.activation,
+                                                   epilogue.parameter, parts);
     if (parts != nullptr) launch_merge<merge_sums<typename Chosen::A>>(device, plan, parts, arguments);
   };
-  const bool activates = epilogue.act.code != 0 || grad_buffer != nullptr;
+  const bool activates = epilogue.activation != 0 || grad_buffer != nullptr;
   if (activates) return choose_kernel<Op::kBackwardReduce, false, true>(dtype, g, tensors, start);
   choose_kernel<Op::kBackwardReduce, false, false>(dtype, g, tensors, start);
 }

@@ -7,12 +7,12 @@
 namespace bagua_syncbn::cuda {
 namespace {
 
-// `residual` and `act` are unused unless Traits::kActivates.
+// `residual`, `activation` and `parameter` are unused unless Traits::kActivates.
 template <typename Traits>
 __global__ void __launch_bounds__(kThreads, Traits::resident())
     elemt_kernel(typename Traits::Plan plan, const typename Traits::T* __restrict__ x,
                  typename Traits::T* __restrict__ y, Factors tensors, const typename Traits::T* residual,
-                 Act<typename Traits::A> act) {
+                 int64_t activation, typename Traits::A parameter) {
   using A = typename Traits::A;
   constexpr bool kActivates = Traits::kActivates;
   Batch<Traits> batch(plan, true);
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kThreads, Traits::resident())
       A z[Traits::kWidth];
       normalize(factors, values.pop(), z);
       if (kActivates && residual != nullptr) add(residuals.pop(), z);
-      if (kActivates) activate<false>(z, act);
+      if (kActivates) activate<false>(z, activation, parameter);
       store_slot(y, batch.slots[0], z);
       batch.pop();
     }
@@ -47,9 +47,9 @@ void elemt(const void* x, void* y, DType dtype, const Geometry& g, const Factors
   const auto tensors = {x, static_cast<const void*>(y), epilogue.residual == nullptr ? x : epilogue.residual};
   const auto start = [&](auto traits, const auto& plan) {
     Kernel<elemt_kernel<decltype(traits)>>::launch(plan.grid(), plan.block(), device.stream, plan, x, y, factors,
-                                                   epilogue.residual, epilogue.act);
+                                                   epilogue.residual, epilogue.activation, epilogue.parameter);
   };
-  const bool activates = epilogue.act.code != 0 || epilogue.residual != nullptr;
+  const bool activates = epilogue.activation != 0 || epilogue.residual != nullptr;
   if (activates) return choose_kernel<Op::kElemt, false, true>(dtype, g, tensors, start);
   choose_kernel<Op::kElemt, false, false>(dtype, g, tensors, start);
 }

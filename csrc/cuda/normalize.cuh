@@ -95,14 +95,14 @@ BAGUA_SYNCBN_ACTIVATIONS(BAGUA_SYNCBN_ACTIVATION)
 
 // Replaces each z with act(z) or act'(z).
 template <bool kDerivative, typename A, int N>
-__device__ __forceinline__ void activate(A (&z)[N], const Act<A>& act) {
-  switch (static_cast<Code>(act.code)) {
-#define BAGUA_SYNCBN_CASE(name, ...)                                                      \
-  case Code::k##name:                                                                     \
-    _Pragma("unroll") for (int i = 0; i < N; ++i) {                                       \
-      z[i] = kDerivative ? activations::name::template derivative<A>(z[i], act.parameter) \
-                         : activations::name::template value<A>(z[i], act.parameter);     \
-    }                                                                                     \
+__device__ __forceinline__ void activate(A (&z)[N], int64_t activation, A parameter) {
+  switch (static_cast<Code>(activation)) {
+#define BAGUA_SYNCBN_CASE(name, ...)                                                  \
+  case Code::k##name:                                                                 \
+    _Pragma("unroll") for (int i = 0; i < N; ++i) {                                   \
+      z[i] = kDerivative ? activations::name::template derivative<A>(z[i], parameter) \
+                         : activations::name::template value<A>(z[i], parameter);     \
+    }                                                                                 \
     break;
     BAGUA_SYNCBN_ACTIVATIONS(BAGUA_SYNCBN_CASE)
 #undef BAGUA_SYNCBN_CASE
