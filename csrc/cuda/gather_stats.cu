@@ -171,7 +171,7 @@ void gather_stats(const GatherArguments& arguments, Device& device) {
   dispatch(arguments.accumulate, [&](auto value) {
     const auto run = [&](Phase phase) {
       using Merge = Kernel<merge_ranks<Accumulate<decltype(value)>>>;
-      Merge::launch({blocks, 1}, {threads, 1}, device.stream, arguments, phase, found);
+      Merge::launch(dim3(blocks), dim3(threads), device.stream, arguments, phase, found);
     };
     if (!two_launches) return run(Phase::kAll);
     run(Phase::kMerge);

@@ -33,22 +33,19 @@ struct Kernel<kKernel> {
   // Launches the kernel with `arguments`, converted to its parameter types. Raises launch errors; does not wait for the
   // kernel.
   template <typename... Arguments>
-  static void launch(const Extent& grid, const Extent& block, Stream stream, const Arguments&... arguments) {
+  static void launch(dim3 grid, dim3 block, Stream stream, const Arguments&... arguments) {
     static_cast<void>(&known);  // forces its instantiation
-    expect(grid.x <= INT32_MAX, "more channels than a grid has blocks");
-    const dim3 blocks(static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y));
-    const dim3 threads(static_cast<unsigned>(block.x), static_cast<unsigned>(block.y));
-    run(blocks, threads, stream, static_cast<Parameters>(arguments)...);
+    run(grid, block, stream, static_cast<Parameters>(arguments)...);
   }
 
  private:
-  static void run(dim3 blocks, dim3 threads, Stream stream, Parameters... arguments) {
+  static void run(dim3 grid, dim3 block, Stream stream, Parameters... arguments) {
 #if defined(BAGUA_SYNCBN_EMULATOR)
-    const char* problem = emulator::launch(__PRETTY_FUNCTION__, blocks, threads, [=] { kKernel(arguments...); });
+    const char* problem = emulator::launch(__PRETTY_FUNCTION__, grid, block, [=] { kKernel(arguments...); });
     expect(problem == nullptr, problem);
 #else
     void* pointers[] = {const_cast<void*>(static_cast<const void*>(&arguments))...};
-    expect_success(cudaLaunchKernel(reinterpret_cast<const void*>(kKernel), blocks, threads, pointers, 0, stream));
+    expect_success(cudaLaunchKernel(reinterpret_cast<const void*>(kKernel), grid, block, pointers, 0, stream));
 #endif
   }
 };

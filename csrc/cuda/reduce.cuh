@@ -89,8 +89,8 @@ Part* allocate_parts(Device& device, const Plan& plan) {
 // Launches kMerge, with a block per channel, to merge the parts' results.
 template <auto kMerge, typename Plan, typename Part, typename... Arguments>
 void launch_merge(const Device& device, const Plan& plan, const Part* parts, const Arguments&... arguments) {
-  const Extent threads{power_of_two(plan.parts, kWarp, kThreads), 1};
-  Kernel<kMerge>::launch({plan.channels, 1}, threads, device.stream, plan.parts, parts, plan.channels, arguments...);
+  const dim3 threads(power_of_two(plan.parts, kWarp, kThreads));
+  Kernel<kMerge>::launch(dim3(plan.channels), threads, device.stream, plan.parts, parts, plan.channels, arguments...);
 }
 
 }  // namespace bagua_syncbn::cuda

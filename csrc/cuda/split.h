@@ -2,6 +2,8 @@
 // the card or on concurrent work.
 #pragma once
 
+#include <vector_types.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <initializer_list>
@@ -83,11 +85,6 @@ inline Sharing share(int64_t count, int64_t parts, int64_t threads, bool in_turn
   return {count, count / parts, count % parts, threads, false};
 }
 
-// Blocks of a grid, or threads of a block. Blocks run roughly in the order of x, then y, which is memory order.
-struct Extent {
-  int64_t x, y;
-};
-
 // Planar: a block takes some slots of a channel. Slots are aligned vectors in memory; the first and last slot of a row
 // may extend beyond the row.
 struct Planar {
@@ -104,8 +101,9 @@ struct Planar {
   int misaligned = 0;             // values from an aligned address, where the first slot starts, to the tensor
   bool cut_after = false;         // whether the last slot ends after the tensor
 
-  Extent grid() const { return {channels, parts}; }
-  Extent block() const { return {threads, 1}; }
+  // Blocks run roughly in the order of x, then y, which is memory order.
+  dim3 grid() const { return dim3(channels, parts); }
+  dim3 block() const { return dim3(threads); }
 };
 
 // Interleaved: a block takes some rows of a tile of channels.
@@ -118,8 +116,8 @@ struct Interleaved {
   Sharing sharing{};
   int64_t step = 0;  // values to the next slot of a thread
 
-  Extent grid() const { return {tiles, parts}; }
-  Extent block() const { return {columns, rows}; }
+  dim3 grid() const { return dim3(tiles, parts); }
+  dim3 block() const { return dim3(columns, rows); }
 };
 
 // Returns the number of parts per unit, a channel or tile. `slots`: slots per thread if there is one part.
@@ -148,6 +146,7 @@ inline Planar split_planar(const Geometry& g, int64_t width, int misaligned, boo
   const bool aligned = misaligned == 0 && g.inner % width == 0;
   const int64_t per_row = aligned ? g.inner / width : ceil_div(g.inner + width - 1, width);
   const int64_t slots = std::max<int64_t>(1, per_row), all = g.batch * slots;  // rows may be empty
+  expect(g.channels <= INT32_MAX, "more channels than a grid has blocks");
   expect(g.inner <= kMost && g.batch < kMost && all < kMost, "more than 2^30 values in a row, or slots in a channel");
   Planar plan{g.channels, g.inner, slots, parts_of(g.channels, all / kThreads, width, reduces), kThreads};
   // Uses small blocks if they fill the card, so that each thread has enough work.
