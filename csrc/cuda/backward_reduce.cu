@@ -10,20 +10,18 @@
 namespace bagua_syncbn::cuda {
 namespace {
 
-// Sums over a channel's part.
-struct SumsPart {
-  double dy, dy_xmu;
-};
+// Sums of g and g * (x - mean) over a channel's part.
+using Part = Sums<double, 1>;
 
 template <typename A>
 __device__ __forceinline__ void write_sums(const BackwardReduceArguments& arguments, int64_t channels, int64_t c,
-                                           double dy, double dy_xmu) {
+                                           const Part& total) {
   A* const sums = static_cast<A*>(arguments.sums);
-  sums[c] = static_cast<A>(dy);
-  sums[channels + c] = static_cast<A>(dy_xmu);
+  sums[c] = static_cast<A>(total.first[0]);
+  sums[channels + c] = static_cast<A>(total.second[0]);
   if (c == 0) pack_header(sums + 2 * channels, arguments.header);
-  write_channel(arguments.grad_bias, c, dy);
-  write_channel(arguments.grad_weight, c, dy_xmu * ChannelValue(arguments.factors.invstd, c).as<double>());
+  write_channel(arguments.grad_bias, c, total.first[0]);
+  write_channel(arguments.grad_weight, c, total.second[0] * ChannelValue(arguments.factors.invstd, c).as<double>());
 }
 
 // `residual`, `activation` and `parameter` are unused unless Traits::kActivates.
@@ -32,7 +30,7 @@ __global__ void __launch_bounds__(kThreads, Traits::resident())
     backward_reduce_kernel(typename Traits::Plan plan, const typename Traits::T* dy, const typename Traits::T* x,
                            typename Traits::T* __restrict__ grad_buffer, BackwardReduceArguments arguments,
                            const typename Traits::T* residual, int64_t activation, typename Traits::A parameter,
-                           SumsPart* parts) {
+                           Part* parts) {
   using A = typename Traits::A;
   constexpr bool kActivates = Traits::kActivates;
   constexpr int kWidth = Traits::kWidth, kLanes = Traits::kLanes;
@@ -76,24 +74,21 @@ __global__ void __launch_bounds__(kThreads, Traits::resident())
     if (batch.walk.done()) break;
     load();
   }
-  const Sums<A, 1> total = reduce_block<Traits::kTile>(sums, batch.walk.columns());
+  const Sums<A, 1> block = reduce_block<Traits::kTile>(sums, batch.walk.columns());
   const int64_t c = batch.walk.own_channel();
   if (c < 0) return;
-  if (parts != nullptr) {
-    parts[c * plan.parts + batch.walk.part] = {total.first[0], total.second[0]};
-  } else {
-    write_sums<A>(arguments, plan.channels, c, total.first[0], total.second[0]);
-  }
+  const Part part{{block.first[0]}, {block.second[0]}};
+  if (parts == nullptr) return write_sums<A>(arguments, plan.channels, c, part);
+  parts[c * plan.parts + batch.walk.part] = part;
 }
 
 template <typename A>
 __global__ void __launch_bounds__(kThreads)
-    merge_sums(int64_t count, const SumsPart* parts, int64_t channels, BackwardReduceArguments arguments) {
-  const SumsPart* const own = parts + blockIdx.x * count;
-  Sums<double, 1> sums{};
-  for (int64_t p = threadIdx.x; p < count; p += blockDim.x) sums.add(0, own[p].dy, own[p].dy_xmu);
+    merge_sums(int64_t count, const Part* parts, int64_t channels, BackwardReduceArguments arguments) {
+  Part sums{};
+  for (int64_t p = threadIdx.x; p < count; p += blockDim.x) sums.merge(parts[blockIdx.x * count + p]);
   sums = reduce_block(sums);
-  if (threadIdx.x == 0) write_sums<A>(arguments, channels, blockIdx.x, sums.first[0], sums.second[0]);
+  if (threadIdx.x == 0) write_sums<A>(arguments, channels, blockIdx.x, sums);
 }
 
 }  // namespace
@@ -104,7 +99,7 @@ void backward_reduce(const void* dy, const void* x, void* grad_buffer, DType dty
   const std::initializer_list<const void*> tensors = {dy, x, or_x(epilogue.residual), or_x(grad_buffer)};
   const auto start = [&](auto traits, const auto& plan) {
     using Chosen = decltype(traits);
-    SumsPart* const parts = allocate_parts<SumsPart>(device, plan);
+    Part* const parts = allocate_parts<Part>(device, plan);
     Kernel<backward_reduce_kernel<Chosen>>::launch(plan.grid(), plan.block(), device.stream, plan, dy, x, grad_buffer,
                                                    arguments, epilogue.residual, epilogue.activation,
                                                    epilogue.parameter, parts);
