@@ -132,7 +132,10 @@ def _refusal(module: nn.Module, name: str) -> Exception | None:
     """Returns the error for a module that conversion refuses with all its children; None if it does not."""
     where = name_of(module, name)
     if isinstance(module, torch.jit.ScriptModule):
-        return TypeError(f"module: cannot convert TorchScript {where}; convert, then script")
+        return TypeError(
+            f"module: cannot convert TorchScript {where}; convert and train the original module, and revert it before "
+            "scripting"
+        )
     if getattr(module, "allow_single_element", False) is True and _holds_batch_norm(module):
         return ValueError(
             f"module: expected allow_single_element=False in {where}, got True: a rank with a single element would "

@@ -122,7 +122,7 @@ def wrapped():
 # Each row: a function, a layer that makes it refuse the model, and the error.
 REFUSED = [
     (partial(convert_sync_batchnorm, process_group=1), partial(FixedGroup, 2), AttributeError, "process_group"),
-    (convert_sync_batchnorm, scripted, TypeError, "RecursiveScriptModule '2'; convert, then script"),
+    (convert_sync_batchnorm, scripted, TypeError, "RecursiveScriptModule '2'; convert and train the original module"),
     (convert_sync_batchnorm, wrapped, TypeError, "BatchNorm2d '2'.*subclass, or convert before hooks"),
     (revert_sync_batchnorm, partial(BecomesSlotted, 2), TypeError, "__class__ assignment"),
     (revert_sync_batchnorm, partial(LocalSubclass, 2), TypeError, "LocalSubclass, which has no local_class; set it"),
