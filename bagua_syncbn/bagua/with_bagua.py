@@ -129,7 +129,7 @@ def _train_with_bagua(
 
 
 def _replicate(module: nn.Module, optimizers: list[Optimizer], process_group: Any) -> None:
-    """Makes ``module`` data parallel with torch, which broadcasts parameters; broadcasts buffers and optimizer state."""
+    """Makes ``module`` data parallel with torch; sends rank 0's buffers and optimizer states to all ranks."""
     replicate_in_place(module, process_group)
     state: Any = None
     if dist.get_rank(process_group) == 0:  # only rank 0 sends data
