@@ -22,7 +22,7 @@ from tests.helpers.cases import Case, compare, run_rank
 from tests.helpers.observed import GATHER, collectives
 from tests.helpers.one_rank import Twin
 from tests.helpers.own_groups import check_refused, communicator_of, forget_groups, mean_over
-from tests.helpers.steps import through_file
+from tests.helpers.steps import gathered, through_file
 from tests.helpers.workers import join_job
 
 # Groups by description
@@ -107,19 +107,16 @@ def test_threads_that_use_a_description_first_at_once_share_a_group(description)
 CASES = [Case((3, 3), (channels,), torch.float64, steps=4) for channels in range(1, 5)]
 
 
-def run_in_threads():
-    """Runs each case in a separate thread and group. The threads start in a different order on each rank."""
+@pytest.mark.ranks(2)
+def test_threads_with_separate_groups_do_not_interfere():
+    """The threads start in a different order on each rank."""
     rank, given = dist.get_rank(), [dist.new_group([0, 1], use_local_synchronization=True) for _ in CASES]
     forget_groups()
     order = sorted(range(len(CASES)), reverse=bool(rank))
     with ThreadPoolExecutor(len(CASES)) as threads:
         running = {index: threads.submit(run_rank, CASES[index], given[index]) for index in order}
-    return [running[index].result() for index in range(len(CASES))]
-
-
-def test_threads_with_separate_groups_do_not_interfere(pool):
-    for case, *results in zip(CASES, *pool.run(run_in_threads, 2), strict=True):
-        compare(case, results)
+    for index, case in enumerate(CASES):
+        compare(case, gathered(running[index].result()))
 
 
 @pytest.mark.ranks(4)

@@ -101,15 +101,14 @@ def test_sharded_input_and_residual_keep_the_memory_format(columns):
     torch.testing.assert_close(full(output), SyncBatchNorm(3, process_group=LOCAL).double()(input, residual))
 
 
-def tensor_parallel_model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 4), nn.BatchNorm1d(4)).double()
-
-
-def train_tensor_parallel():
+@pytest.mark.ranks(4)
+def test_fully_shard_and_tensor_parallel_train_like_one_process():
     """Shards parameters over "dp", and activations over "tp": by channels first, by samples in the last layer."""
+    torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = convert_sync_batchnorm(tensor_parallel_model())
+    layers = nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 4), nn.BatchNorm1d(4)
+    plain = nn.Sequential(*layers).double()
+    model = convert_sync_batchnorm(copy.deepcopy(plain))
     model[1].process_group = mesh["dp"]  # the last layer synchronizes all ranks
     plan = {
         "0": ColwiseParallel(use_local_output=False),
@@ -119,21 +118,13 @@ def train_tensor_parallel():
     place(model[1], mesh["tp"], (N,), (N,))
     place(model[4], mesh["tp"], (R,), (R,))
     fully_shard(model, mesh=mesh["dp"])
-    input, grad_output = torch.randn(2, 12, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    own = mesh["dp"].get_local_rank()
-    output = model(input.chunk(2)[own])
-    (output.full_tensor() * grad_output[:, :4].chunk(2)[own]).sum().backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    return {name: full(value) for name, value in model.state_dict().items()}
-
-
-def test_fully_shard_and_tensor_parallel_train_like_one_process(pool):
-    model = tensor_parallel_model()
-    input, grad_output = torch.randn(2, 12, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    model(input).backward(grad_output[:, :4] / 2)  # fully_shard averages over two ranks
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    for state in pool.run(train_tensor_parallel, 4):
-        torch.testing.assert_close(state, model.state_dict(), rtol=1e-9, atol=1e-9)
+    own, input, grad_output = mesh["dp"].get_local_rank(), draw(12, 6), draw(12, 4, seed=1)
+    (model(input.chunk(2)[own]).full_tensor() * grad_output.chunk(2)[own]).sum().backward()
+    plain(input).backward(grad_output / 2)  # fully_shard averages over two ranks
+    for each in (model, plain):
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+    state = {name: full(value) for name, value in model.state_dict().items()}
+    torch.testing.assert_close(state, dict(plain.state_dict()), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.ranks(4)

@@ -86,11 +86,17 @@ def wrong_size(model, input):
 CALLS = [backward, second_order, recomputed, accumulated, single_value_per_channel, mean_loss, merged, wrong_size]
 
 
-def run_on_one_rank(without_data, call, process_group, first):
+@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("without_data", WITHOUT_DATA)
+def test_a_call_without_data_on_one_rank_sends_nothing_and_is_not_counted(without_data, call, is_first):
+    """Before the first step, which creates the layers' group, or between steps."""
     torch.manual_seed(0)
-    model, plain = convert_sync_batchnorm(plain_model(), process_group), plain_model()
+    group = dist.new_group()
+    model, plain = convert_sync_batchnorm(plain_model(), group), plain_model()
     steps = [(draw(5, CHANNELS, 4, 4, seed=seed), draw(5, CHANNELS, 4, 4, seed=seed + 9)) for seed in range(3)]
-    for input, grad_output in steps[: 0 if first else 2]:
+    for input, grad_output in steps[: 0 if is_first else 2]:
         check_ranks(model, plain, input, grad_output, (2, 3))
     if dist.get_rank() == 1:
         output = without_data(model, call)
@@ -99,16 +105,7 @@ def run_on_one_rank(without_data, call, process_group, first):
     model.zero_grad(set_to_none=True)
     for input, grad_output in steps:
         check_ranks(model, plain, input, grad_output, (2, 3))
-
-
-@pytest.mark.ranks(2, timeout=120)
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("without_data", WITHOUT_DATA)
-def test_a_call_without_data_on_one_rank_sends_nothing_and_is_not_counted(without_data, call):
-    for first in (True, False):  # before the first step, which creates the layers' group, and between steps
-        group = dist.new_group()
-        run_on_one_rank(without_data, call, group, first)
-        dist.destroy_process_group(group)
+    dist.destroy_process_group(group)
 
 
 @pytest.mark.parametrize("without_data", WITHOUT_DATA)

@@ -14,7 +14,7 @@ from bagua_syncbn._ops.activations import ACTIVATIONS
 from tests.helpers.cases import Case, check
 from tests.helpers.formula import EPS, normalize
 from tests.helpers.observed import MESSAGE, collectives
-from tests.helpers.steps import draw
+from tests.helpers.steps import draw, gathered
 
 SPLITS = (2, 5)
 SIZE = (7, 3, 2)
@@ -119,18 +119,15 @@ TRANSFORMS = {
 }
 
 
-def transformed(how, activation):
-    return TRANSFORMS[how](partial(layer, activation=activation), *shares())
-
-
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize("how", TRANSFORMS)
-def test_transforms_over_ranks_equal_one_process(pool, how, activation):
+def test_transforms_over_ranks_equal_one_process(how, activation):
     # The Hessian is symmetric, so both orders give the same product.
     of_all = TRANSFORMS[how.replace("forward over", "reverse over")]
     expected = of_all(partial(reference, activation=activation), *all_ranks())
-    first, second = pool.run(transformed, 2, how, activation)
-    for one, other, whole in zip(first, second, expected, strict=True):
+    own = TRANSFORMS[how](partial(layer, activation=activation), *shares())
+    for one, other, whole in zip(*gathered(own), expected, strict=True):
         torch.testing.assert_close(one + other if whole.dim() == 1 else torch.cat([one, other]), whole)
 
 
