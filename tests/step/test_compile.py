@@ -9,7 +9,6 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
@@ -24,11 +23,7 @@ from tests.helpers.observed import MESSAGE_IN_GRAPH
 from tests.helpers.own_groups import forget_groups, mean_by
 from tests.helpers.rows import rows
 from tests.helpers.steps import step
-
-
-class OwnForward(nn.BatchNorm2d):
-    def forward(self, input):
-        return F.relu(F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, True, 0.2))
+from tests.helpers.user_layers import BatchNormAct
 
 
 class Checkpointed(nn.Sequential):
@@ -50,7 +45,7 @@ def make_model(kind="plain"):
     """Returns a block and a convolution; usually one layer, because each takes seconds to compile."""
     torch.manual_seed(0)
     fused = partial(SyncBatchNorm2d, activation="silu", eps=0.5, eps_mode="clamp")
-    norm = {"own forward": OwnForward, "fused": fused}.get(kind, partial(nn.BatchNorm2d, momentum=None))
+    norm = {"own forward": BatchNormAct, "fused": fused}.get(kind, partial(nn.BatchNorm2d, momentum=None))
     block = CHECKPOINTED.get(kind, nn.Sequential)(nn.Conv2d(2, 4, 3), norm(4), nn.Sigmoid())
     last = [nn.BatchNorm2d(3)] if kind == "two layers" else []
     return convert_sync_batchnorm(nn.Sequential(block, nn.Conv2d(4, 3, 3), *last))
