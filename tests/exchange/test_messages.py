@@ -70,21 +70,12 @@ def test_ranks_wait_until_the_groups_timeout_and_spin_only_if_each_has_a_core(co
 # Agreement
 
 
-class Full:
-    """The library, as on a system without free memory."""
-
-    def __getattr__(self, name):
-        def fail(*_):
-            raise RuntimeError("posix_fallocate: No space left on device")
-
-        return fail
-
-
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("rank", range(3))
 @pytest.mark.parametrize("lacks", ["wish", "library", "memory"])
 def test_all_ranks_share_memory_or_none(rank, lacks):
-    library = Full() if lacks == "memory" else None
+    full = Mock(side_effect=RuntimeError("posix_fallocate: No space left on device"))
+    library = Mock(map_segment=full) if lacks == "memory" else None
     patched = ("_WANTED", "collectives") if lacks == "wish" else ("native_library", lambda: library)
     with patch.object(shared, *patched) if dist.get_rank() == rank else nullcontext():
         communicator = communicator_of(dist.new_group())

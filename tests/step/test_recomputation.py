@@ -244,6 +244,17 @@ def test_an_inner_region_is_created_inside_the_outer_one():
         shared.__enter__()
 
 
+def test_a_region_that_stays_open_in_backward_ends_with_it():
+    """As after Ctrl-C in the end of the region."""
+    layer, region, input = SyncBatchNorm(3), Repeatable(), torch.randn(4, 3, requires_grad=True)
+    with torch.no_grad(), region:
+        layer(input)
+    input.register_hook(lambda grad: region.__enter__() and None)
+    input.sum().backward()
+    layer(input)
+    assert layer.num_batches_tracked == 2
+
+
 def test_a_torch_with_other_checkpoints_is_refused(monkeypatch):
     monkeypatch.delattr(torch.utils.checkpoint, "_checkpoint_hook")
     with pytest.raises(ImportError, match=r"torch .* has no attribute '_checkpoint_hook'; update bagua_syncbn"):
