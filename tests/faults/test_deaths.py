@@ -44,14 +44,12 @@ def train_until_a_death(store: str, rank: int, size: int, how: str, ending: int,
     model = bagua_syncbn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(4), middle, nn.BatchNorm1d(4)))
     x = torch.randn(3, 4, requires_grad=True)
     model(x).sum().backward()
-    if rank == ending:
-        register = middle.register_forward_hook if how == "killed" else middle.register_full_backward_hook
-        register(partial(end_process, how))
-    try:
-        model(x).square().sum().backward()
-        answers.put(("finished", ""))
-    except RuntimeError as error:
-        answers.put((str(error), message_of(model, x)))
+    if rank != ending:
+        answers.put((message_of(lambda: model(x).square().sum().backward()), message_of(model, x)))
+        return
+    register = middle.register_forward_hook if how == "killed" else middle.register_full_backward_hook
+    register(partial(end_process, how))
+    model(x).square().sum().backward()
 
 
 @pytest.mark.parametrize(("how", "layer", "size", "ending", "exit_code"), [
