@@ -49,15 +49,6 @@ def shard(kind, model, dtype=None):
     return FullyShardedDataParallel(model, mixed_precision=precision, **options)
 
 
-def train_sharded(kind, prepare):
-    model = shard(kind, prepare(make_model()))
-    state = train(model, make_optimizer(model), (1, 3), dist.get_rank())
-    return {
-        name.replace("_fsdp_wrapped_module.", ""): value.full_tensor() if hasattr(value, "full_tensor") else value
-        for name, value in state.items()
-    }
-
-
 def recomputing(model):
     """Backward recomputes outputs after the gathered parameters have been freed."""
     return recompute_outputs(convert_sync_batchnorm(model))
@@ -67,10 +58,16 @@ SHARDED = pytest.mark.parametrize("kind", ["fully_shard", "fsdp", "fsdp, layers 
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("prepare", [convert_sync_batchnorm, recomputing])
 @SHARDED
-def test_sharded_models_train_like_one_process(pool, kind, prepare):
-    check_training(pool.run(train_sharded, 2, kind, prepare), (1, 3))
+def test_sharded_models_train_like_one_process(kind, prepare):
+    model = shard(kind, prepare(make_model()))
+    state = {
+        name.replace("_fsdp_wrapped_module.", ""): value.full_tensor() if hasattr(value, "full_tensor") else value
+        for name, value in train(model, make_optimizer(model), (1, 3), dist.get_rank()).items()
+    }
+    check_training([state], (1, 3))
 
 
 def small():

@@ -87,19 +87,15 @@ def test_changing_batch_sizes_compile_at_most_twice(pool):
 SCALAR = {"cpp.simdlen": 1}  # detecting vector instructions takes long
 
 
-def codes_of_inductor():
+@pytest.mark.ranks(2)
+def test_inductor_equals_eager():
+    """Statistics read the convolution's channels_last output (chosen by inductor) rather than a planar copy."""
     # Cache keys do not contain the tags of ops.
     settings = SCALAR | {"fx_graph_cache": False}
     with torch._inductor.config.patch(settings), torch._functorch.config.patch(enable_autograd_cache=False):
-        _, codes = run_and_get_code(partial(compare, "inductor", kind="fused"))
-    return codes
-
-
-def test_inductor_equals_eager(pool):
-    """Statistics read the convolution's channels_last output (chosen by inductor) rather than a planar copy."""
-    for forward, *_ in pool.run(codes_of_inductor, 2, timeout=300):
-        first, _ = re.findall(r"(\w+) = extern_kernels\.convolution", forward)
-        assert re.findall(r"batch_norm_stats\.default\((\w+),", forward) == [first]
+        _, (forward, *_) = run_and_get_code(partial(compare, "inductor", kind="fused"))
+    first, _ = re.findall(r"(\w+) = extern_kernels\.convolution", forward)
+    assert re.findall(r"batch_norm_stats\.default\((\w+),", forward) == [first]
 
 
 class ReadsBuffers(nn.Module):
@@ -203,33 +199,26 @@ def names_of(graph):
     return Counter(target.overloadpacket.__name__ for target in called if hasattr(target, "overloadpacket"))
 
 
-def graphs_of(kind):
-    """Counts the ops in the forward and backward graphs that inductor would get."""
-    graphs = []
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", rows(["two layers", "fused", "selectively checkpointed"], ["fused", *CHECKPOINTED]))
+def test_collectives_and_sums_are_in_the_graph(kind):
+    """Elementwise ops are decomposed, so that the compiler can fuse them. A saved message is not recomputed."""
+    graphs = []  # the forward and backward graphs that inductor would get
 
     def keep(graph_module, _):
         graphs.append(names_of(graph_module.graph))
         return graph_module.forward
 
     backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
-    model = make_model(kind)
     input, grad_output = draw(9, 0)
-    step(torch.compile(model, backend=backend, fullgraph=True), input, grad_output)
-    forward, backward = graphs
-    wanted = ("batch_norm", MESSAGE_IN_GRAPH)
-    return [{name: graph[name] for name in graph if name.startswith(wanted)} for graph in (forward, backward)]
-
-
-@pytest.mark.parametrize("kind", rows(["two layers", "fused", "selectively checkpointed"], ["fused", *CHECKPOINTED]))
-def test_collectives_and_sums_are_in_the_graph(pool, kind):
-    """Elementwise ops are decomposed, so that the compiler can fuse them. A saved message is not recomputed."""
+    step(torch.compile(make_model(kind), backend=backend, fullgraph=True), input, grad_output)
     layers = 2 if kind == "two layers" else 1
-    for forward, backward in pool.run(graphs_of, 2, kind):
-        assert forward[MESSAGE_IN_GRAPH] == backward[MESSAGE_IN_GRAPH] == layers
-        assert forward["batch_norm_stats"] <= layers
-        assert forward["batch_norm_gather_stats"] <= 2 * layers  # merges in the graph, and updates of the buffers
-        assert backward["batch_norm_backward_reduce"] <= layers
-        assert not {"batch_norm_elemt", "batch_norm_backward_elemt"} & {*forward, *backward}
+    forward, backward = graphs
+    assert forward[MESSAGE_IN_GRAPH] == backward[MESSAGE_IN_GRAPH] == layers
+    assert forward["batch_norm_stats"] <= layers
+    assert forward["batch_norm_gather_stats"] <= 2 * layers  # merges in the graph, and updates of the buffers
+    assert backward["batch_norm_backward_reduce"] <= layers
+    assert not {"batch_norm_elemt", "batch_norm_backward_elemt"} & {*forward, *backward}
 
 
 @pytest.mark.parametrize("backend", rows(["eager", "aot_eager"], ["aot_eager"]))
