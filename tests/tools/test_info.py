@@ -75,6 +75,7 @@ def test_info_explains_why_plain_torch_uses_no_shared_memory(monkeypatch):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.usefixtures("pool")
 @pytest.mark.parametrize("pool", ["reference"], indirect=True)
 def test_ranks_run_the_reference_ops_on_demand():
     assert bagua_syncbn._ops.KERNELS == "reference"
