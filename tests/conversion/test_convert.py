@@ -1,9 +1,11 @@
 """Conversion changes only the class of layers, and revert restores it."""
 
 import copy
+import inspect
 import pickle
 import re
 import sys
+from contextlib import suppress
 from functools import partial
 from types import ModuleType
 
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn import SyncBatchNorm as ImportedBefore
 from torch.nn.utils import parametrize
 
 from bagua_syncbn import (
@@ -26,6 +29,7 @@ from bagua_syncbn import (
     freeze_statistics,
     fuse_activations,
     masked,
+    patch_torch_converter,
     recalibrate_statistics,
     recompute_outputs,
     register_converter,
@@ -35,7 +39,7 @@ from bagua_syncbn import (
 )
 from bagua_syncbn.communicators import LOCAL
 from bagua_syncbn.conversion.models import is_data_parallel
-from tests.helpers.user_layers import BatchNormReLU, Doubled
+from tests.helpers.user_layers import BatchNormReLU, Doubled, SyncBatchNormAct
 
 
 def net():
@@ -341,3 +345,32 @@ def test_conversion_finds_the_group_of_other_packages_layers():
         assert type(layer) is Foreign
     finally:
         register_converter(Foreign, None)
+
+
+# Trainers that call torch's converter or build torch's layer
+
+
+def torch_functions():
+    functions = vars(nn.SyncBatchNorm)["__init__"], vars(nn.SyncBatchNorm)["convert_sync_batchnorm"]
+    return functions, [inspect.signature(f) for f in (nn.SyncBatchNorm, nn.SyncBatchNorm.convert_sync_batchnorm)]
+
+
+def test_the_patch_keeps_signatures_and_is_undone_by_close():
+    before, signatures = torch_functions()
+    outer = patch_torch_converter()
+    patched = torch_functions()
+    assert patched[1] == signatures
+    with suppress(KeyError), patch_torch_converter():
+        model = nn.Sequential(BatchNormReLU(2), SyncBatchNormAct(2), ImportedBefore(2, process_group=1))
+        assert [isinstance(layer, SyncBatchNorm) for layer in model] == [False, True, True]
+        assert ImportedBefore.convert_sync_batchnorm(model) is model
+        raise KeyError
+    assert torch_functions() == patched
+    outer.close()
+    assert torch_functions() == (before, signatures)
+    assert all(isinstance(layer, SyncBatchNorm) for layer in model)
+    assert [layer.process_group for layer in model] == [None, None, 1]
+    assert model[1](torch.randn(4, 2)).min() == 0
+    revert_sync_batchnorm(model)
+    assert [type(layer) for layer in model] == [BatchNormReLU, SyncBatchNormAct, nn.SyncBatchNorm]
+    assert model[2].process_group == 1

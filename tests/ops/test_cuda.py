@@ -6,7 +6,10 @@ or detect races between two waits of a thread.
 
 import copy
 import mmap
+import shutil
+import subprocess
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 import pytest
@@ -14,6 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bagua_syncbn._ops import reference
+from tests.helpers.emulated import CSRC
 from tests.helpers.op_calls import op_calls, op_of
 from tests.helpers.steps import assert_same_bits
 from tests.helpers.tolerances import DTYPES
@@ -114,3 +118,19 @@ def test_an_op_launches_one_kernel_and_a_second_one_to_merge_parts(emulated, lib
             is_split = first.endswith(" in parts") and first.startswith(("stats_", "backward_reduce_"))
             assert is_split == (key.split()[0] in reductions and shape != (4, 3, 8, 8))
             assert [name.split("<")[0] for name in others] == ([reductions[key.split()[0]]] if is_split else [])
+
+
+NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(NVCC is None, reason="needs nvcc")
+@pytest.mark.parametrize("arch", [75, 80, 86, 90, 100, 120])
+def test_kernels_compile_without_warnings_and_register_spills(arch, tmp_path):
+    flags = f"-std=c++17 -O3 -arch=sm_{arch} -Werror=all-warnings -Xptxas=-warn-spills,-warn-lmem-usage -cubin".split()
+
+    def compile(source):
+        subprocess.run([NVCC, *flags, source, "-o", tmp_path / f"{source.stem}.cubin"], check=True)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(compile, (CSRC / "cuda").glob("*.cu")))
