@@ -92,4 +92,20 @@ struct BackwardElemtArguments {
   int64_t* fault;  // in host memory; may be null
 };
 
+// Declares the ops for a namespace's Device. Per-channel tensors are contiguous. `mask`: a byte for each position, 1 if
+// it is valid, else 0; null if all are valid. The input of stats and backward_reduce may be empty.
+//
+// `packed`: the message to other ranks, see packed_stats.h. `grad_buffer` receives g = dy * act'(z), unless it is null.
+//
+// backward_elemt supports no residual, and a mask only without an activation. `dx` may be `dy`. At invalid positions,
+// `dx` is dy * invstd * weight.
+#define BAGUA_SYNCBN_DECLARE_OPS                                                                                      \
+  void stats(const void* x, DType, const Geometry&, const uint8_t* mask, void* packed, const Header&, Device&);       \
+  void gather_stats(const GatherArguments&, Device&);                                                                 \
+  void elemt(const void* x, void* y, DType, const Geometry&, const Factors&, const Epilogue&, Device&);               \
+  void backward_reduce(const void* dy, const void* x, void* grad_buffer, DType, const Geometry&,                      \
+                       const BackwardReduceArguments&, const Epilogue&, Device&);                                     \
+  void backward_elemt(const void* dy, const void* x, void* dx, DType, const Geometry&, const BackwardElemtArguments&, \
+                      const uint8_t* mask, const Epilogue&, Device&);
+
 }  // namespace bagua_syncbn

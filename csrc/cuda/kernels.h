@@ -1,6 +1,6 @@
 // The ops on plain device memory, without torch: called by ../ops.h, defined in the .cu files.
 //
-// Each op launches one or two kernels and returns, or raises std::runtime_error. Per-channel tensors are contiguous.
+// Each op launches one or two kernels and returns, or raises std::runtime_error.
 #pragma once
 
 #include <cstdint>
@@ -35,24 +35,6 @@ class Device {
   ~Device() = default;
 };
 
-// `packed`: the message to other ranks, see packed_stats.h. `mask`: a byte for each position, 1 if it is valid, else 0;
-// null if all are valid. The input may be empty.
-void stats(const void* x, DType dtype, const Geometry& g, const uint8_t* mask, void* packed, const Header& header,
-           Device& device);
-
-void gather_stats(const GatherArguments& arguments, Device& device);
-
-void elemt(const void* x, void* y, DType dtype, const Geometry& g, const Factors& factors, const Epilogue& epilogue,
-           Device& device);
-
-// `grad_buffer` receives g = dy * act'(z), unless it is null. The input may be empty.
-void backward_reduce(const void* dy, const void* x, void* grad_buffer, DType dtype, const Geometry& g,
-                     const BackwardReduceArguments& arguments, const Epilogue& epilogue, Device& device);
-
-// Supports no residual, and a mask only without an activation. `dx` may be `dy`. At invalid positions, `dx` is
-// dy * invstd * weight.
-void backward_elemt(const void* dy, const void* x, void* dx, DType dtype, const Geometry& g,
-                    const BackwardElemtArguments& arguments, const uint8_t* mask, const Epilogue& epilogue,
-                    Device& device);
+BAGUA_SYNCBN_DECLARE_OPS
 
 }  // namespace bagua_syncbn::cuda
