@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import _ops as ops
 from .. import functional
-from .._groups import Communicator
+from .._groups import DESTROYED, Communicator
 from .._names import kind_of, name_of, origin_of
 from .._ops import Received
 from .._ops.headers import headers_differ, record_sums
@@ -117,8 +117,11 @@ class RankExchange(Exchange):
             failure = self._describe(signature, history.messages + 1, number)
             if history.failure == failure:  # all ranks have detected the mismatch
                 raise
-            history.failure = failure
-            leave(communicator, failure, error)
+            if str(error) == DESTROYED:  # nothing was sent, and later messages raise the same error
+                history.sending = None
+            else:
+                history.failure = failure
+                leave(communicator, failure, error)
             if unfinished is not None or not isinstance(error, RuntimeError):
                 raise
             raise failed(f"the {failure}", communicator, error) from error

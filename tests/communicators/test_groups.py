@@ -165,10 +165,11 @@ def test_groups_of_an_ended_job_raise_while_their_objects_live(tmp_path):
 @pytest.mark.ranks(2, new_job=True)
 def test_after_the_end_of_the_job_the_error_names_only_the_cure():
     layer = SyncBatchNorm(1)
-    output = layer(torch.ones(2, 1, requires_grad=True)).sum()
+    first, second = (layer(torch.ones(2, 1, requires_grad=True)).sum() for _ in range(2))
     name = layer._sync_state.group.communicator().name
     dist.destroy_process_group()
-    for after in (output.backward, lambda: torch.ops.bagua_syncbn.exchange(torch.ones(1), name, 2, True)):
+    exchange = torch.ops.bagua_syncbn.exchange
+    for after in (first.backward, second.backward, lambda: exchange(torch.ones(1), name, 2, True)):
         with pytest.raises(RuntimeError, match=r"run forward and backward before destroy_process_group\(\)$"):
             after()
 
