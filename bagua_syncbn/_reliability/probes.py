@@ -45,9 +45,8 @@ class Probe:
 
     def begin(self, communicator: TorchCommunicator, text: str | None) -> None:
         """Starts to send the probe, and ``text`` if it is given, without waiting for peers."""
-        begin = communicator.begin_all_reduce if self._summed else communicator.begin_all_gather
-        self._answer = begin(self._packed)
-        self._texts = None if text is None else communicator.begin_all_gather(encode(text))
+        self._answer = communicator.begin(self._packed, self._summed)
+        self._texts = None if text is None else communicator.begin(encode(text), False)
 
     def wait(self) -> list[str] | None:
         """Waits for peers. Returns None if all ranks raised at the same message, else each rank's description."""

@@ -109,17 +109,12 @@ class TorchCommunicator:
         _finish(work, group, packed)
         return packed
 
-    def begin_all_gather(self, packed: Tensor) -> AsyncCollective:
-        """Starts :meth:`all_gather` without waiting for peers."""
+    def begin(self, packed: Tensor, sums: bool) -> AsyncCollective:
+        """Starts :meth:`all_reduce` if ``sums``, else :meth:`all_gather`, without waiting for peers."""
         group = self.group
-        return AsyncCollective(group, *self._start_gather(group, packed))
-
-    def begin_all_reduce(self, packed: Tensor) -> AsyncCollective:
-        """Starts :meth:`all_reduce` without waiting for peers."""
-        group = self.group
-        if _is_gathered(packed, self.size):
-            return AsyncCollective(group, *self._start_gather(group, packed), sums_rows=True)
-        return AsyncCollective(group, packed, group.allreduce([packed]))
+        if sums and not _is_gathered(packed, self.size):
+            return AsyncCollective(group, packed, group.allreduce([packed]))
+        return AsyncCollective(group, *self._start_gather(group, packed), sums_rows=sums)
 
     # Calls the group's method, because torch.distributed's functions spend more time on checks than on the call.
     def _start_gather(self, group: Any, packed: Tensor, options: tuple[Any, ...] = ()) -> tuple[Tensor, Any]:

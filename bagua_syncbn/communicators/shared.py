@@ -78,30 +78,23 @@ class SharedCommunicator(TorchCommunicator):
     all_gather = _through_memory("all_gather", GATHER)
     all_reduce = _through_memory("all_reduce", SUM)
 
-    def begin_all_gather(self, packed: Tensor) -> AsyncCollective:
-        return self._publish(GATHER, packed) if self._is_small(packed) else super().begin_all_gather(packed)
-
-    def begin_all_reduce(self, packed: Tensor) -> AsyncCollective:
-        return self._publish(SUM, packed) if self._is_small(packed) else super().begin_all_reduce(packed)
-
-    def _is_small(self, packed: Tensor) -> bool:
-        return packed.is_cpu and packed.numel() <= _MOST_VALUES.get(packed.dtype, -1)
-
-    def _raise_reason(self, error: RuntimeError) -> NoReturn:
-        """Raises the native library's ``error``, or a clearer one if a rank left or the group was destroyed."""
-        if self._segment is None or "has left" in str(error):
-            raise_if_left(self.group)
-        raise error
-
-    def _publish(self, kind: int, packed: Tensor) -> AsyncCollective:
-        packed = packed.contiguous()
-        target = packed if kind == SUM else packed.new_empty((self.size, packed.numel()))
+    def begin(self, packed: Tensor, sums: bool) -> AsyncCollective:
+        if not packed.is_cpu or packed.numel() > _MOST_VALUES.get(packed.dtype, -1):
+            return super().begin(packed, sums)
+        packed, kind = packed.contiguous(), SUM if sums else GATHER
+        target = packed if sums else packed.new_empty((self.size, packed.numel()))
         try:
             self._native.publish(self._segment, kind, packed.data_ptr(), packed.numel(), packed.element_size())
         except RuntimeError as error:
             self._raise_reason(error)
         self._begun.append(Published(self, target))
         return self._begun[-1]
+
+    def _raise_reason(self, error: RuntimeError) -> NoReturn:
+        """Raises the native library's ``error``, or a clearer one if a rank left or the group was destroyed."""
+        if self._segment is None or "has left" in str(error):
+            raise_if_left(self.group)
+        raise error
 
     def leave(self, why: str) -> None:
         super().leave(why)  # before leave_segment(), after which peers read `why`

@@ -321,7 +321,7 @@ def test_short_sums_are_gathered(values, by, begins):
     rows = [torch.randn(values, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
     packed, expected = rows[dist.get_rank()].clone(), rows[0] + rows[1] + rows[2]
     with collectives() as called:
-        total = communicator.begin_all_reduce(packed).wait() if begins else communicator.all_reduce(packed)
+        total = communicator.begin(packed, True).wait() if begins else communicator.all_reduce(packed)
     assert called == {by: 1}
     torch.testing.assert_close(total, expected, **({"rtol": 0, "atol": 0} if by == GATHER else {}))
 

@@ -42,7 +42,7 @@ def test_messages_equal_those_of_collectives(dtype, values, beginners):
     for _ in range(2):  # a group still works after an unfinished message
         with collectives() as called:
             if str(dist.get_rank()) in beginners:
-                begun = communicator.begin_all_gather(copy()), communicator.begin_all_reduce(copy())
+                begun = communicator.begin(copy(), False), communicator.begin(copy(), True)
                 gathered, total = (one.wait() for one in begun)
             else:
                 gathered, total = communicator.all_gather(copy()), communicator.all_reduce(copy())
@@ -124,7 +124,7 @@ def test_compiled_ranks_get_a_message_that_an_eager_one_begins():
     with torch.no_grad():
         for _ in range(2):
             if rank == 0:
-                begun = communicator.begin_all_gather(packed.clone()), communicator.begin_all_reduce(packed.clone())
+                begun = communicator.begin(packed.clone(), False), communicator.begin(packed.clone(), True)
                 gathered, total = (one.wait() for one in begun)
             else:
                 gathered, total = compiled(packed.clone())
@@ -148,8 +148,8 @@ def test_ranks_that_send_different_messages_raise(different, values):
 @pytest.mark.ranks(2)
 def test_calls_out_of_order_are_refused_and_send_nothing():
     communicator = communicator_of(dist.new_group())
-    begun = [communicator.begin_all_gather(torch.ones(2)) for _ in range(2)]
-    assert "too many messages are pending" in message_of(communicator.begin_all_gather, torch.ones(2))
+    begun = [communicator.begin(torch.ones(2), False) for _ in range(2)]
+    assert "too many messages are pending" in message_of(communicator.begin, torch.ones(2), False)
     assert "messages are pending" in message_of(communicator.all_gather, torch.ones(2))
     for one in begun:
         assert one.wait().tolist() == [[1, 1]] * 2

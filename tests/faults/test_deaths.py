@@ -134,7 +134,7 @@ def leave_a_collective(store: str, rank: int, size: int, how: str, answers: Any)
         end_process("asleep")
     communicator = TorchCommunicator(dist.group.WORLD)
     if how == "begun":
-        communicator.begin_all_gather(torch.ones(3))
+        communicator.begin(torch.ones(3), False)
     else:
         press_ctrl_c_soon()
         with suppress(KeyboardInterrupt):

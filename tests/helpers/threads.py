@@ -82,22 +82,16 @@ class ThreadCommunicator(TorchCommunicator):
     def group(self) -> Any:
         return self
 
-    def _begin(self, packed: Tensor, sums: bool) -> _Sent:
+    def begin(self, packed: Tensor, sums: bool) -> AsyncCollective:
         self.sent.append(("sum" if sums else "gather", packed.nbytes))
         message = self._room.publish(len(self.sent), self.rank, packed, sums)
         return _Sent(self._room, len(self.sent), message, packed if sums else None)
 
-    def begin_all_gather(self, packed: Tensor) -> AsyncCollective:
-        return self._begin(packed, False)
-
-    def begin_all_reduce(self, packed: Tensor) -> AsyncCollective:
-        return self._begin(packed, True)
-
     def all_gather(self, packed: Tensor) -> Tensor:
-        return self._begin(packed, False).wait()
+        return self.begin(packed, False).wait()
 
     def all_reduce(self, packed: Tensor) -> Tensor:
-        return self._begin(packed, True).wait()
+        return self.begin(packed, True).wait()
 
     def leave(self, why: str) -> None:
         self._room.leave(why, len(self.sent))
