@@ -98,11 +98,15 @@ def pytest_generate_tests(metafunc):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
-    """Runs tests with the mark ``ranks(n)`` on n ranks; with ``new_job=True`` in a new job."""
+    """Runs tests with the mark ``ranks(n)`` on n ranks; with ``new_job=True`` in a new job.
+
+    Tests that use the fixture ``groups`` run with both kinds of groups.
+    """
     mark = pyfuncitem.get_closest_marker("ranks")
     if mark is None:
         return None
-    pool, arguments = pyfuncitem._request.getfixturevalue("pool"), pyfuncitem.funcargs
+    ranks = "groups" if "groups" in pyfuncitem.fixturenames else "pool"
+    pool, arguments = pyfuncitem._request.getfixturevalue(ranks), pyfuncitem.funcargs
     test = partial(pyfuncitem.obj, **{name: arguments[name] for name in pyfuncitem._fixtureinfo.argnames})
     is_new = mark.kwargs.get("new_job", False)
     if is_new:

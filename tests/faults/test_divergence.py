@@ -167,32 +167,24 @@ def test_all_ranks_name_the_divergence(request, name, kind, ranks, when):
         assert all(part in message for part in DIVERGENCES[name].named)
 
 
-def run_as_on_a_device(name):
-    """Runs a program with hosts that check for faults only before calls.
-
-    Returns the error, the error of a further step, and the number of collectives since the program.
-    """
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("groups")
+@pytest.mark.parametrize("name", rows(DIVERGENCES, KINDS))
+def test_on_a_device_the_divergence_is_named_and_the_group_stops(name):
+    """The host checks for faults only before calls."""
     later = []
 
     def end(model):
-        with collectives() as sent:
+        with collectives() as sent:  # errors send nothing either, because peers may have stopped sending
             assert "int64" in message_of(lambda: model.a(torch.ones(4, 8, dtype=torch.int64)))
             later.append(message_of(bagua_syncbn.check_ranks))
-            later.append(message_of(lambda: model.run(STEP)))
-        later.append(sent.total())
+            again = message_of(lambda: model.run(STEP))
+        assert sent.total() == 0
+        assert DIFFER in again or FAILED_BEFORE in again
 
     with patch.object(faults, "CHECKED_AT_ONCE", ()):
         message = DIVERGENCES[name].run(1, end)
-    found, again, sent = later
-    return found if message == "finished" else message, again, sent
-
-
-@pytest.mark.parametrize("name", rows(DIVERGENCES, KINDS))
-def test_on_a_device_the_divergence_is_named_and_the_group_stops(groups, name):
-    for message, again, sent in groups.run(run_as_on_a_device, 2, name):
-        assert DIFFER in message
-        assert DIFFER in again or FAILED_BEFORE in again
-        assert sent == 0  # also not by an error, because peers may have stopped sending
+    assert DIFFER in (later[0] if message == "finished" else message)
 
 
 @pytest.mark.parametrize("name", LEGITIMATE)
@@ -212,7 +204,10 @@ def step_each(*models):
         model(torch.randn(4, 8, requires_grad=True)).sum().backward()
 
 
-def run_partly_compiled(is_shared):
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("groups")
+@pytest.mark.parametrize("is_shared", [True, False], ids=["shared memory", "collectives"])
+def test_a_rank_may_fall_back_from_compiled_to_eager_code(is_shared):
     """Both ranks, then one of them in turn, run compiled code."""
     rank, group = dist.get_rank(), None if is_shared else TorchCommunicator(dist.new_group())
     layer = bagua_syncbn.SyncBatchNorm(8, momentum=1.0, process_group=group)
@@ -223,11 +218,6 @@ def run_partly_compiled(is_shared):
         (compiled if (number + rank) % 2 or number < 2 else layer)(input).backward(grad_output.chunk(2)[rank])
         torch.testing.assert_close(layer.running_mean, batch.mean(0))
         assert all(torch.equal(layer.running_mean, other) for other in gathered(layer.running_mean))
-
-
-@pytest.mark.parametrize("is_shared", [True, False], ids=["shared memory", "collectives"])
-def test_a_rank_may_fall_back_from_compiled_to_eager_code(groups, is_shared):
-    groups.run(run_partly_compiled, 2, is_shared)
 
 
 @pytest.mark.ranks(2)

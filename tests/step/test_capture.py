@@ -48,19 +48,14 @@ def with_padding(model, input):
 LOSSES = [plain, checkpointed, gradient_penalty, with_fewer_outputs, with_residual, with_padding]
 
 
-def step(loss, batch):
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for _ in range(2):
-        loss(model, torch.randn(batch, 2, 9, requires_grad=True)).backward()
-        optimizer.step()
-    return model[1].num_batches_tracked
-
-
 def step_without_host_reads(loss, sizes):
     with ForbidHostReads():
-        batches = step(loss, sizes[dist.get_rank()])
-    return batches.item()
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(2):
+            loss(model, torch.randn(sizes[dist.get_rank()], 2, 9, requires_grad=True)).backward()
+            optimizer.step()
+    return model[1].num_batches_tracked.item()
 
 
 @pytest.mark.parametrize("loss", LOSSES)
