@@ -169,7 +169,7 @@ def test_all_ranks_name_the_divergence(request, name, kind, ranks, when):
 
 @pytest.mark.ranks(2)
 @pytest.mark.usefixtures("groups")
-@pytest.mark.parametrize("name", rows(DIVERGENCES, KINDS))
+@pytest.mark.parametrize("name", rows(DIVERGENCES, [*KINDS, "backward of a layer reordered"]))  # found after the steps
 def test_on_a_device_the_divergence_is_named_and_the_group_stops(name):
     """The host checks for faults only before calls."""
     later = []
