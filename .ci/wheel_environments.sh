@@ -35,7 +35,7 @@ for environment in "$@"; do
       tests/contract tests/layer/test_layer.py tests/layer/test_errors.py tests/layer/test_wrappers.py \
       tests/conversion tests/communicators tests/ops/test_ops.py tests/ops/test_native.py tests/ops/test_values.py \
       tests/ops/test_headers.py tests/tools/test_info.py \
-      tests/step/test_capture.py tests/step/test_compile.py tests/step/test_double_backward.py \
+      tests/step/test_capture.py tests/step/test_compile.py \
       tests/step/test_fused.py tests/step/test_recompute_outputs.py \
       tests/step/test_recomputation.py tests/step/test_transforms.py)
   rm -r "$tests"
