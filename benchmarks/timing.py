@@ -31,7 +31,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def start_together() -> None:
-    """Waits for all ranks. Ranks leave gloo's barrier up to 100 µs apart; through shared memory, within 1 µs."""
+    """Waits for all ranks. They leave gloo's barrier up to 100 µs apart, a sum through shared memory within 1 µs."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
         communicator = spec_of(None).communicator()

@@ -38,7 +38,7 @@ class ReleasedGil {
     PyEval_RestoreThread(state_);
     handle_.is_busy = false;
   }
-  // Lets Python handle signals. Returns whether a handler raised an exception, as for Ctrl-C.
+  // Runs pending signal handlers. Returns whether one raised an exception, such as KeyboardInterrupt.
   bool is_interrupted() {
     PyEval_RestoreThread(state_);
     const bool raised = PyErr_CheckSignals() != 0;

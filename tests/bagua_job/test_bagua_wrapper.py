@@ -51,7 +51,7 @@ def test_algorithms_train_synchronized_layers(algorithm, own_method):
     if own_method:  # does not broadcast buffers
         model[1].running_mean.zero_()
         wrapped = model.with_bagua([optimizer], make_algorithm(algorithm, optimizer))
-    else:  # by name, unless the algorithm needs an option
+    else:  # algorithms without options are passed by name
         given = algorithm if algorithm in EXACT else make_algorithm(algorithm, optimizer)
         wrapped = bagua_syncbn.with_bagua(model, [optimizer], given)
     assert wrapped is model

@@ -138,7 +138,7 @@ def test_checkpoints_around_replicas_never_update_running_statistics_twice(first
     model = parallel(nn.Sequential(layer), "cpu", 2)
 
     def region(input):
-        return model(input[:count]).sin()  # the sine needs its input, so backward repeats the replicas
+        return model(input[:count]).sin()  # sin saves its input, so the checkpoint reruns the replicas
 
     before = copy.deepcopy(layer.state_dict())
     refusal = pytest.raises(RuntimeError, match=r"'0': activation checkpointing cannot recompute replicas")

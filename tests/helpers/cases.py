@@ -244,7 +244,7 @@ def run_rank(case: Case, process_group: Any = None, rank: int | None = None) -> 
         leaves = leaves_of(case, tensors)
         output = call(leaves["input"], leaves.get("residual"), mask)
         assert output.dtype == case.dtype
-        if case.layout not in ("transposed", "sliced") and output.numel():  # F.batch_norm returns these contiguous
+        if case.layout not in ("transposed", "sliced") and output.numel():  # F.batch_norm makes them contiguous
             assert output.stride() == leaves["input"].stride()
         loss, wanted = (output * leaves["grad_output"]).sum(), leaves | dict(layer.named_parameters())
         steps.append({"output": output.detach()} | derivatives(loss, [wanted], rank, case.order)[0])

@@ -53,7 +53,7 @@ def run(mesh, placements, group=None, parameters=None, buffers=None, samples=5, 
     assert results["output"].placements == results["input.grad"].placements == input.placements
     replicas = math.prod(mesh.size(dim) for dim, placement in enumerate(placements) if placement == R)
     for name, value in results.items():
-        if name.endswith(".grad") and not isinstance(value, DTensor):  # this rank's share; replicas have equal shares
+        if name.endswith(".grad") and not isinstance(value, DTensor):  # a share per rank; replicas have equal shares
             dist.all_reduce(value)
             value /= replicas
     results = {name: full(value) for name, value in results.items()}

@@ -36,7 +36,7 @@ def test_activations_are_within_two_units_in_the_last_place(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_outputs_are_rounded_as_torch_does(dtype):
+def test_outputs_are_rounded_as_in_torch(dtype):
     values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).view(1, 1, -1)
     zero = torch.zeros(1)
     for scale, shift in ((1, 0), (1 / 3, 0), (1, 2**-8), (1, 2**-11)):  # the last two: ties

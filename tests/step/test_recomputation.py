@@ -255,7 +255,7 @@ def test_a_region_that_stays_open_in_backward_ends_with_it():
     assert layer.num_batches_tracked == 2
 
 
-def test_a_torch_with_other_checkpoints_is_refused(monkeypatch):
+def test_a_torch_with_incompatible_checkpoints_raises(monkeypatch):
     monkeypatch.delattr(torch.utils.checkpoint, "_checkpoint_hook")
     with pytest.raises(ImportError, match=r"torch .* has no attribute '_checkpoint_hook'; update bagua_syncbn"):
         observe_checkpoints(Repeatable)

@@ -162,7 +162,7 @@ def test_outputs_behind_activations_and_views_are_recomputed(readers):
     assert kept(recompute_outputs(model), batch) == 0
 
 
-def test_nothing_is_kept_beyond_the_graph():
+def test_no_tensor_outlives_the_graph():
     gc.collect()
     gc.disable()  # no reference cycle may keep it alive
     try:

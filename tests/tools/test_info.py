@@ -27,7 +27,7 @@ runpy.run_module("bagua_syncbn", run_name="__main__")
 
 
 def test_import_is_light_and_the_program_prints_all():
-    environment = os.environ | {"BAGUA_SYNCBN_KERNELS": "aten"}  # CUDA tensors are computed, but not by the library
+    environment = os.environ | {"BAGUA_SYNCBN_KERNELS": "aten"}  # ATen's kernels compute CUDA tensors
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, env=environment)
     printed = json.loads(done.stdout)
     assert printed.keys() == collect_info().keys()
