@@ -35,6 +35,7 @@ from tests.helpers.one_rank import Twin
 from tests.helpers.replicated import parallel
 from tests.helpers.rows import rows
 from tests.helpers.steps import draw, gathered, unchanged
+from tests.helpers.user_layers import BatchNormAct1d
 
 DIFFER = "ranks made different calls"
 FAILED_BEFORE = "this group failed before"
@@ -401,6 +402,15 @@ def count_messages(steps, most=History.most):
 def test_a_repeated_step_is_not_probed(groups, steps, most):
     for counts in groups.run(count_messages, 2, steps):
         assert all(count <= limit for count, limit in zip(counts, most, strict=True)), counts
+
+
+@pytest.mark.ranks(2)
+def test_a_momentum_that_the_layer_computes_for_each_batch_is_not_probed():
+    model = bagua_syncbn.convert_sync_batchnorm(nn.Sequential(BatchNormAct1d(3, momentum=None)))
+    for step in range(5):
+        with collectives() as counted:
+            model(torch.randn(4, 3, requires_grad=True)).sum().backward()
+        assert step < 2 or counted.total() == 2
 
 
 def test_all_ranks_forget_predictions_at_the_same_call(pool):
