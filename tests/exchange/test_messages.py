@@ -28,7 +28,7 @@ pytestmark = needs_shared_memory
 @pytest.mark.parametrize(("dtype", "values", "beginners"), [
     (torch.float32, 0, ""), (torch.float32, 1, ""), (torch.float64, 3, ""), (torch.float32, 1021, ""),
     (torch.float64, 2**13, ""), (torch.float64, 2**13 + 1, ""), (torch.float16, 5, ""),
-    (torch.float32, 9, "0"), (torch.float32, 9, "012"), (torch.float32, 2**14 + 1, "012"),
+    (torch.float32, 9, "0"), (torch.float32, 9, "012"), (torch.float32, 2**14, ""), (torch.float32, 2**14 + 1, "012"),
 ], ids=str)  # fmt: skip
 def test_messages_equal_those_of_collectives(dtype, values, beginners):
     """``beginners``: ranks that begin messages without waiting."""
