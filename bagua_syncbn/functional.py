@@ -202,7 +202,7 @@ def _prepare(call: Call) -> Normalization | ByTorch:
         check_local_count(input, call.layer)
         if masking is None and suits_torch(call, checked.options):
             return ByTorch(checked.options, call.tracked_buffers)
-    norm = Normalization(checked.options, checked.exchange, call.layer, masking, is_traced=mode == "compiled")
+    norm = Normalization(checked.options, checked.exchange, call.layer, masking, mode == "compiled")
     if mode != "transformed":
         norm.statistics = batch_statistics(input.detach() if mode == "compiled" else input, call, norm)
     return norm

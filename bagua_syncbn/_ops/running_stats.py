@@ -49,7 +49,9 @@ def merge_stats(received: Received, buffers: Buffers, options: Options) -> tuple
     eps = options.eps if options.eps_mode == "plus" else 0.0
     merged = _gather_stats(
         received.message,
-        *buffers,
+        buffers.running_mean,
+        buffers.running_var,
+        counter,
         options.momentum,
         eps,
         received.fault,

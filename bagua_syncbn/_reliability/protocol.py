@@ -126,10 +126,7 @@ class RankExchange(Exchange):
                 raise
             raise failed(f"the {failure}", communicator, error) from error
         return Received(
-            message,
-            summed_over=communicator.size if signature.summed else 1,
-            fault=record.tensor,
-            number=history.messages if number else 0,
+            message, communicator.size if signature.summed else 1, record.tensor, history.messages if number else 0
         )
 
     def _agree_on(self, signature: Signature, packed: Tensor, number: int) -> None:

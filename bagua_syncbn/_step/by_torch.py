@@ -106,4 +106,4 @@ def in_evaluation(call: Call, options: Options, masking: Masking | None) -> Norm
     dtype = ops.accumulate_dtype(call.input.dtype)
     invstd = ops.inverse_deviation(var.to(dtype), options)
     count = torch.ones((), dtype=torch.int64, device=mean.device)
-    return Normalization(options, None, call.layer, masking, (mean.to(dtype), invstd, count))
+    return Normalization(options, None, call.layer, masking, statistics=(mean.to(dtype), invstd, count))

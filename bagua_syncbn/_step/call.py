@@ -86,12 +86,12 @@ class Normalization:
     """None if the statistics are constants."""
     layer: nn.Module | None
     masking: Masking | None = None
+    is_traced: bool = False
+    """Whether torch.compile traces the call. It can fuse the plain definitions of the ops with the code around them."""
     statistics: Statistics | None = None
     """None under a torch.func transform, until the differentiable form has gathered them."""
     number: int = 0
     """Number of the forward's message in the group, see :meth:`.Exchange.open`."""
-    is_traced: bool = False
-    """Whether torch.compile traces the call. It can fuse the plain definitions of the ops with the code around them."""
 
 
 def apply_epilogue(output: Tensor, residual: Tensor | None, options: Options, masking: Masking | None = None) -> Tensor:

@@ -84,7 +84,7 @@ class _Normalize(torch.autograd.Function):
             ctx.save_for_backward(*kept, *norm.statistics)
         epilogue = () if activation is None and residual is None else epilogue_args(activation, residual)
         elemt = ops.reference.batch_norm_elemt if norm.is_traced else ops.batch_norm_elemt
-        output: Tensor = elemt(input, weight, bias, *norm.statistics[:2], *epilogue)
+        output: Tensor = elemt(input, weight, bias, norm.statistics[0], norm.statistics[1], *epilogue)
         # Not in place: a selective checkpoint may have saved the op's output.
         return output if masking is None else masking.clear_outputs(output)
 
