@@ -1,7 +1,8 @@
 """Data parallelism in one call, with Bagua in Bagua jobs and torch otherwise."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -121,29 +122,34 @@ def _train_with_bagua(
         # Create the communicator now, while this device does not exchange gradients.
         spec_of(layer.process_group).communicator()
     ignored = {name for attribute in _IGNORED for name in getattr(module, attribute, ())}
-    for name, buffer in module.named_buffers():
-        if name not in ignored and buffer.numel():
-            received = bagua.broadcast(_bytes_of(buffer), group or bagua.default_group())  # supports few dtypes
-            buffer.detach().copy_(received.view(buffer.dtype).view_as(buffer))
+    buffers = [buffer for name, buffer in module.named_buffers() if name not in ignored]
+    _broadcast_buffers(buffers, partial(bagua.broadcast, group=group or bagua.default_group()))
     module.with_bagua(optimizers, algorithm, process_group=group)
 
 
 def _replicate(module: nn.Module, optimizers: list[Optimizer], process_group: Any) -> None:
     """Makes ``module`` data parallel with torch; sends rank 0's buffers and optimizer states to all ranks."""
     replicate_in_place(module, process_group)
-    state: Any = None
+    _broadcast_buffers(module.buffers(), partial(_broadcast, process_group=process_group))
+    states: Any = None
     if dist.get_rank(process_group) == 0:  # only rank 0 sends data
-        values = [_bytes_of(buffer) for buffer in module.buffers()]  # pickle does not support every dtype
-        state = values, [optimizer.state_dict() for optimizer in optimizers]
-    message = [pytree.tree_map_only(Tensor, Tensor.cpu, state)]
+        states = [pytree.tree_map_only(Tensor, Tensor.cpu, optimizer.state_dict()) for optimizer in optimizers]
+    message = [states]
     dist.broadcast_object_list(message, group_src=0, group=process_group)
-    values, states = message[0]
-    for buffer, value in zip(module.buffers(), values, strict=True):
-        buffer.detach().copy_(value.view(buffer.dtype).view_as(buffer))
-    for optimizer, state in zip(optimizers, states, strict=True):
+    for optimizer, state in zip(optimizers, message[0], strict=True):
         if state["state"]:  # else, the state contains only hyperparameters, which the user has just set
             optimizer.load_state_dict(state)
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().flatten().view(torch.uint8)
+def _broadcast_buffers(buffers: Iterable[Tensor], broadcast: Callable[[Tensor], Tensor]) -> None:
+    """Sets all buffers to the source rank's values with ``broadcast``, which returns a uint8 tensor."""
+    for buffer in buffers:
+        if buffer.numel():
+            # Sends bytes, because neither gloo nor Bagua supports every dtype.
+            received = broadcast(buffer.detach().flatten().view(torch.uint8)).view(buffer.dtype)
+            buffer.detach().copy_(received.view_as(buffer))
+
+
+def _broadcast(tensor: Tensor, process_group: Any) -> Tensor:
+    dist.broadcast(tensor, group_src=0, group=process_group)
+    return tensor

@@ -139,6 +139,14 @@ def test_with_bagua_on_torch_accepts_descriptions_of_groups(kind, weights, means
 
 
 @pytest.mark.ranks(2)
+def test_with_bagua_on_torch_raises_on_all_ranks_for_a_buffer_that_cannot_be_sent():
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    model.register_buffer("conjugate", torch.ones(2, dtype=torch.complex64).conj())
+    with pytest.raises(RuntimeError, match="conjugate"):
+        with_bagua(model, [])
+
+
+@pytest.mark.ranks(2)
 def test_with_bagua_raises_for_unsupported_arguments_on_torch():
     with pytest.warns(UserWarning, match="with_bagua: found no synchronized layer in Sequential") as caught:
         wrapped = with_bagua(make_model(), [])
