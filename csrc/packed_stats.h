@@ -16,7 +16,7 @@ constexpr int64_t kRowHeader = 3;
 constexpr int64_t kSumsHeader = 6;
 constexpr int64_t kMaxPart = 0xfff;
 
-// Integers at the end of a message that identify a call. All ranks must send the same header.
+// Integers at the end of a message that identify it. All ranks must send the same header.
 struct Header {
   int64_t size = 0;
   int32_t words[kSumsHeader] = {};
@@ -98,7 +98,7 @@ BAGUA_SYNCBN_HOST_DEVICE bool is_integer(A value, int64_t max) {
 struct Fault {
   enum Kind : int64_t { kNone, kHeader, kCount, kSum };
   int64_t kind = kNone;
-  int64_t where = 0;  // rank; for kSum the call
+  int64_t where = 0;  // rank; for kSum the number of the message
 };
 
 // Compares a rank's row with rank 0's.
@@ -147,10 +147,11 @@ BAGUA_SYNCBN_HOST_DEVICE bool sums_headers_agree(const A* header, int64_t size, 
 }
 
 // Checks the statistics that `ranks` summed.
-BAGUA_SYNCBN_HOST_DEVICE inline Fault fault_of_sums(const double* sums, int64_t channels, int64_t ranks, int64_t call) {
+BAGUA_SYNCBN_HOST_DEVICE inline Fault fault_of_sums(const double* sums, int64_t channels, int64_t ranks,
+                                                    int64_t message) {
   const double* count = sums + 2 * channels;
   if (sums_headers_agree(count + 1, kSumsHeader, ranks) && is_integer(*count, kMaxHigh * kWord)) return {};
-  return {Fault::kSum, call};
+  return {Fault::kSum, message};
 }
 
 // Writes `fault` to `record`; for a row, also the headers of rank 0 and of the row. No-op if `record` is null or has an

@@ -64,7 +64,7 @@ class Ranks {
 
   __device__ __forceinline__ void record(const GatherArguments& arguments) const {
     const Fault fault =
-        sums != nullptr ? Fault{Fault::kSum, arguments.call} : find_fault(rows, number, channels, header_size);
+        sums != nullptr ? Fault{Fault::kSum, arguments.message} : find_fault(rows, number, channels, header_size);
     record_fault(arguments.fault, fault, rows, channels, header_size);
   }
 
