@@ -11,7 +11,7 @@ from .. import _ops as ops
 from .._groups import ranks_by_text
 from .signatures import RAISED, Signature
 
-# Types of devices whose fault record the host checks after each op, so that all ranks raise in the same call.
+# Types of devices whose fault record the host checks after each op, so that all ranks raise at the same message.
 CHECKED_AT_ONCE = ("cpu",)
 
 
@@ -106,7 +106,7 @@ def describe(header: Sequence[float], recent: Collection[tuple[int, Signature]])
 def differ_text(own: str, messages: Iterable[tuple[int, str]] = ()) -> str:
     """Returns the error for different ``messages``: (rank, description) pairs.
 
-    If they are unknown, the error names this rank's ``own`` message.
+    Without ``messages``, the error names only this rank's message, ``own``.
     """
     by_text = ranks_by_text(messages) or [("this rank", own), ("another rank", "another message")]
     differences = "; ".join(f"{ranks}: {message}" for ranks, message in by_text)

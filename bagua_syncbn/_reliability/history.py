@@ -36,7 +36,7 @@ class History:
         self.exact_bits = exact_bits(ranks)
         self.messages = 0  # excluding probes and messages of compiled code
         self.probes = 0
-        self.compiled: set[int] = set()  # kinds of compiled layers, whose eager calls also use compiled headers
+        self.compiled: set[int] = set()  # kinds of compiled layers, whose eager messages also have compiled headers
         self.device: torch.device | None = None  # device of probes; None before the first message
         self.failure: str | None = None  # failed message, after which ranks do not agree on the next
         self.sending: Signature | None = None  # unfinished message, in any thread
@@ -45,7 +45,9 @@ class History:
         self._records: dict[str, FaultRecord] = {}  # by type of device
         self.place = self._start = Place()
         self._links = 0
-        self._followed: dict[int | None, Signature] = {}  # by caller: the latest new message that followed
+        self._followed: dict[
+            int | None, Signature
+        ] = {}  # by caller of a message: the one that last broke a prediction after it
         self._numbers = WeakIdKeyDictionary()
         self._callers: Counter[str] = Counter()
 

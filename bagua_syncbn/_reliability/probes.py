@@ -68,7 +68,7 @@ class Probe:
 def report_error(process_group: Any, layer: Any, error: Exception) -> None:
     """Makes peers raise: sends a probe instead of this rank's next message, without waiting for the answers.
 
-    The next call of this rank reads the answers. No-op before the first message and during tracing.
+    This rank reads the answers before its next message. No-op before the first message and during tracing.
     """
     if is_tracing() or is_capturing():
         return
@@ -101,13 +101,13 @@ _errors.notify_peers = report_error
 
 
 def leave(communicator: Communicator, what: str, error: BaseException) -> None:
-    """Makes waiting ranks raise, because ``error`` interrupted this rank's call; this rank sends no more messages."""
+    """Makes waiting ranks raise, because ``error`` interrupted this rank's message; this rank sends no more."""
     if isinstance(communicator, TorchCommunicator):
         communicator.leave(f"rank {communicator.rank} has left the group: {type(error).__name__} in the {what}")
 
 
 def resume(history: History) -> None:
-    """Clears a failure of the group if all ranks raised an error in the same call; raises RuntimeError otherwise."""
+    """Clears a failure of the group if all ranks raised an error at the same message; raises RuntimeError otherwise."""
     if history.failure is None:
         return
     probe: Probe | None = history.pending

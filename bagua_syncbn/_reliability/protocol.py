@@ -91,8 +91,8 @@ class RankExchange(Exchange):
     def send(self, packed: Tensor, which: Pass = "forward", number: int = 0) -> Received:
         """Sends a message after making sure that all ranks send the same kind of message.
 
-        ``history.sending`` is set until agreement is confirmed. If an exception interrupts this, the next message
-        that peers expect is unknown, so the group has failed.
+        ``history.sending`` stays set until :meth:`check` has compared the headers. If an exception comes before that,
+        it is unknown which message peers expect next, so the group has failed.
         """
         history, record, communicator = self._history, self._record, self.communicator
         signature: Signature = getattr(self._signature, which)
@@ -104,8 +104,8 @@ class RankExchange(Exchange):
         try:
             if unfinished is not None:
                 raise RuntimeError(
-                    f"sync_batch_norm: the {unfinished.text} has not finished in this group: another thread is in the "
-                    "call, or an exception interrupted it. This group can no longer be used; give each thread a "
+                    f"sync_batch_norm: the {unfinished.text} has not finished in this group: another thread is "
+                    "sending it, or an exception interrupted it. This group can no longer be used; give each thread a "
                     "separate group from torch.distributed.new_group()"
                 )
             if number and history.place.next is not signature:
@@ -160,7 +160,7 @@ class RankExchange(Exchange):
         raise RuntimeError(differ_text(own, enumerate(texts)))
 
     def _describe(self, signature: Signature, message: int, number: int) -> str:
-        """Describes a message and its number in the group; ``number`` is the number of the forward's message."""
+        """Describes the group's message ``message``; ``number`` is that of its forward, 0 in compiled code."""
         if not number:
             return f"{signature.text}, of a model that was compiled"
         of_forward = f", of the forward with message {number}" if signature.is_backward else ""
@@ -168,7 +168,7 @@ class RankExchange(Exchange):
 
 
 class CompiledExchange(Exchange):
-    """Exchange in a torch.compile graph, with constant headers. Results of mismatched calls are NaN.
+    """Exchange in a torch.compile graph, with constant headers. Results of mismatched messages are NaN.
 
     There is no fault record: the graph would save this tensor for backward, but each forward may write to it, so two
     forwards before a backward would raise an error.

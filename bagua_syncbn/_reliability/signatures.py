@@ -54,7 +54,7 @@ class Signature:
     def __post_init__(self) -> None:
         # Compiled code identifies a layer by the class of its model.
         self.compiled_caller = self.kind * ops.WORD + self.caller % ops.WORD
-        # Signatures of the passes of a forward.
+        # The messages of one forward; signature_of replaces two of them.
         self.forward = self.backward = self.derivative = self
 
 

@@ -1,4 +1,4 @@
-"""Logs long waits. Adds no work to calls."""
+"""Logs long waits. Adds no work to messages."""
 
 from __future__ import annotations
 

@@ -15,9 +15,6 @@ Pass: TypeAlias = Literal["forward", "backward", "derivative"]
 class Exchange:
     """Sends the messages of a layer's calls between the ranks of a communicator. This class assumes that all ranks make
     the same calls.
-
-    Args:
-        communicator: the ranks.
     """
 
     summed: bool = False
@@ -43,7 +40,7 @@ class Exchange:
         return Received(self.communicator.all_reduce(packed), self.communicator.size)
 
     def fingerprint(self, number: int) -> int | None:
-        """Returns the fingerprint for ``batch_norm_backward_reduce``, in the backward of the forward ``number``."""
+        """Returns the fingerprint for ``batch_norm_backward_reduce``. ``number`` is that of the forward."""
         return None
 
     def check(self, number: int, rows: Tensor | None = None) -> None:

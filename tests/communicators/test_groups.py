@@ -333,7 +333,7 @@ class Equal(Twin):
         return type(other) is type(self)
 
 
-def test_each_communicator_counts_its_calls_and_keeps_nothing_alive():
+def test_each_communicator_counts_its_messages_and_keeps_nothing_alive():
     communicators, histories, layers = [Equal(), Equal()], [], []
     assert communicators[0] == communicators[1]
     assert isinstance(communicators[0], Communicator)

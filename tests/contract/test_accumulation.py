@@ -195,8 +195,8 @@ def test_calls_that_cannot_accumulate_raise(monkeypatch):
 def test_a_step_in_which_headers_differ_updates_no_buffer(is_sum, differ):
     """On CPU, the call's op also raises; on CUDA, a later call does."""
     layer, accumulated = SyncBatchNorm(1), Accumulation(SyncBatchNorm(1))
-    for call in range(3):
-        headers = [[1, 2, call], [1, 2, call + differ * (call == 1)]]
+    for number in range(3):
+        headers = [[1, 2, number], [1, 2, number + differ * (number == 1)]]
         gathered = torch.tensor([[3.0, 1, 2, 0, *header] for header in headers])
         if is_sum:
             parts = [[word for part in header for word in (part, part**2)] for header in headers]

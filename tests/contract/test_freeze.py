@@ -38,7 +38,7 @@ def test_only_frozen_layers_stop_synchronizing():
         for seed in range(3):
             with collectives() as seen:
                 check_ranks(model, plain, *draw(2, sum(split), 3, 4, seed=seed), split)
-        messages.append(seen[MESSAGE])  # no call in the last step sends a probe
+        messages.append(seen[MESSAGE])  # the last step sends no probe
     assert messages == [4, 2, 4]
 
 

@@ -186,7 +186,7 @@ def test_diverging_ranks_raise_on_all(name, steps):
 def test_the_loss_takes_one_message_and_the_host_does_not_wait_for_a_device(monkeypatch):
     with patch.object(faults, "CHECKED_AT_ONCE", ()), own_group(20.0) as communicator:
         mean = partial(mean_over_ranks, torch.randn(4), None, communicator)
-        losses = [mean(), mean()]  # the group's history now predicts this call
+        losses = [mean(), mean()]  # the group's history now predicts these messages
         with monkeypatch.context() as patched:
             patched.setattr(torch.Tensor, "item", None)
             patched.setattr(torch.Tensor, "tolist", None)

@@ -140,7 +140,7 @@ LEGITIMATE = {
     "a second conversion": Program(change=bagua_syncbn.convert_sync_batchnorm),
     "calls that repeat": Program("a a b b backward a b backward", step="a a b b backward a b backward"),
     "no backward on any rank": Program("a b c", step="a b c"),
-    "call numbers that wrap": Program(
+    "message numbers that wrap": Program(
         prepare=lambda model: setattr(history_in(model.a.process_group), "messages", ops.WORD - 3)
     ),
 }
@@ -148,7 +148,7 @@ LEGITIMATE = {
 PROGRAMS = DIVERGENCES | LEGITIMATE
 PEERS = {2: "rank 0", 3: "ranks 0, 1", 4: "ranks 0, 1, 2"}
 SLOW = pytest.mark.slow
-# Programs whose messages differ in the position of the call, its pass, size or options.
+# Programs whose messages differ in the position of the message, its pass, size or options.
 KINDS = ("equal layers reordered", "backward reordered", "number of channels", "almost equal eps, long names")
 
 
@@ -172,7 +172,7 @@ def test_all_ranks_name_the_divergence(request, name, kind, ranks, when):
 @pytest.mark.usefixtures("groups")
 @pytest.mark.parametrize("name", rows(DIVERGENCES, [*KINDS, "backward of a layer reordered"]))  # found after the steps
 def test_on_a_device_the_divergence_is_named_and_the_group_stops(name):
-    """The host checks for faults only before calls."""
+    """The host checks for faults only before messages."""
     later = []
 
     def end(model):
@@ -393,7 +393,7 @@ def count_messages(steps, most=History.most):
     return counts
 
 
-# At most one collective for each call, and one for each probe.
+# At most one collective for each message, and one for each probe.
 @pytest.mark.parametrize(("steps", "most"), [
     ([STEP] * 3, [6 + 6, 6 + 2, 6]),
     (["a a b a b backward"] * 4, [10 + 10, 10 + 4, 10, 10]),
@@ -413,7 +413,7 @@ def test_a_momentum_that_the_layer_computes_for_each_batch_is_not_probed():
         assert step < 2 or counted.total() == 2
 
 
-def test_all_ranks_forget_predictions_at_the_same_call(pool):
+def test_all_ranks_forget_predictions_at_the_same_message(pool):
     steps = [f"{' '.join(order)} backward" for order in ("abc", "acb", "bac", "bca", "cab", "cba", "abc")]
     first, second = pool.run(count_messages, 2, steps, 10)
     assert first == second
@@ -427,7 +427,7 @@ def test_all_ranks_forget_predictions_at_the_same_call(pool):
 def test_a_record_of_any_device_made_in_any_mode_is_checked(mode):
     with mode:
         record = faults.FaultRecord("privateuseone", ())
-    rows = torch.stack([ops.batch_norm_stats(torch.ones(4, 2), 5, call) for call in (1, 2)])
+    rows = torch.stack([ops.batch_norm_stats(torch.ones(4, 2), 5, number) for number in (1, 2)])
     ops.batch_norm_gather_stats(rows, None, None, None, None, 1e-5, record.tensor)
     with pytest.raises(RuntimeError, match=DIFFER):
         bagua_syncbn.check_ranks()

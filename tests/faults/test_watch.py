@@ -1,4 +1,4 @@
-"""A rank that has waited for half of the timeout logs its call."""
+"""A rank that has waited for half of the timeout logs its message."""
 
 import itertools
 import re
@@ -19,7 +19,7 @@ SECONDS = 6.0  # timeout of the group; calls take much less than half of it, eve
 
 
 @pytest.mark.ranks(2)
-def test_a_long_wait_is_logged_with_call_and_group():
+def test_a_long_wait_is_logged_with_message_and_group():
     """Rank 1 skips the third step."""
     with own_model(SECONDS) as model:
         for _ in range(2):
@@ -55,7 +55,7 @@ def test_each_long_wait_is_logged_once(caplog):
 
 
 @pytest.mark.ranks(2)
-def test_the_pending_call_on_a_device_is_found_by_its_number():
+def test_the_pending_message_on_a_device_is_found_by_its_number():
     with own_model() as model:
         for _ in range(3):
             model.run(STEP)

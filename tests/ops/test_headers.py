@@ -7,7 +7,7 @@ from bagua_syncbn._ops import header_sums_of
 from tests.helpers.steps import assert_same_bits
 
 CHANNELS = 260  # more channels than a CUDA block has threads
-HEADER = [5, 2**24 - 1, 0]  # kind of layer, options, call
+HEADER = [5, 2**24 - 1, 0]  # kind of layer, options, number
 FULL = 2**36 - 1  # fingerprint with all bits set
 INVALID_COUNTS = [(torch.nan, 0), (-1, 0), (0.5, 0), (2.0**24, 0), (0, 2.0**30)]
 
@@ -140,7 +140,7 @@ def test_counts_are_exact_up_to_the_largest_valid_count(ops, low, high):
 def test_float32_sums_of_headers_are_exact(ranks):
     from bagua_syncbn._reliability.signatures import exact_bits
 
-    hashes = [hash((layer * 2**24 + 1, call, 5)) for layer, call in ((0, 1), (1, 0), (2**24 - 1, 77))]
+    hashes = [hash((layer * 2**24 + 1, message, 5)) for layer, message in ((0, 1), (1, 0), (2**24 - 1, 77))]
     headers = {tuple(header_sums_of(number & exact_bits(ranks))) for number in (*hashes, -1)}  # -1: all bits are set
     assert len(headers) == 4
     for header in map(torch.tensor, headers):

@@ -63,7 +63,7 @@ def test_an_input_that_depends_on_the_weight_is_differentiated_once():
 def test_a_second_derivative_takes_two_collectives(create_graph):
     layer = SyncBatchNorm(3, dtype=torch.float64)
     input = draw(4, 3, seed=dist.get_rank()).requires_grad_()
-    for _ in range(3):  # until all ranks predict the calls
+    for _ in range(3):  # until all ranks predict the messages
         output = layer(input)
         with collectives() as first:
             (grad,) = torch.autograd.grad(output, input, draw(4, 3, seed=9), create_graph=create_graph)
