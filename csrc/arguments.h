@@ -55,7 +55,7 @@ struct GatherArguments {
   bool skip_nonfinite;
   int64_t* fault;  // in host memory; may be null
   bool summed;
-  int64_t message;
+  int64_t message_number;
 };
 
 // Operations after the normalization.
@@ -88,7 +88,7 @@ struct BackwardElemtArguments {
   const int64_t* count;  // on the device
   int64_t header_size;
   int64_t ranks;
-  int64_t message;
+  int64_t message_number;
   int64_t* fault;  // in host memory; may be null
 };
 

@@ -60,12 +60,12 @@ inline int64_t* fault_record(const OptionalTensor& fault) {
   return static_cast<int64_t*>(fault->mutable_data_ptr());
 }
 
-// Returns the header of a row: the 24-bit halves of `caller` (layer, options), and its number. Empty for None.
-inline Header row_header(std::optional<int64_t> caller, int64_t message) {
+// Returns a row's header: the 24-bit halves of `caller` (layer, options), and `message_number`; empty for None.
+inline Header row_header(std::optional<int64_t> caller, int64_t message_number) {
   if (!caller) return {};
-  return {
-      kRowHeader,
-      {static_cast<int32_t>(*caller / kWord), static_cast<int32_t>(*caller % kWord), static_cast<int32_t>(message)}};
+  return {kRowHeader,
+          {static_cast<int32_t>(*caller / kWord), static_cast<int32_t>(*caller % kWord),
+           static_cast<int32_t>(message_number)}};
 }
 
 // Returns the header of sums: three 12-bit parts of `fingerprint`, each followed by its square. Empty for None.

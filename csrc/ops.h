@@ -33,10 +33,10 @@ inline Epilogue epilogue_of(const OptionalTensor& residual, int64_t activation, 
 }
 
 template <typename Device>
-Tensor batch_norm_stats(const Tensor& input, std::optional<int64_t> caller, int64_t message, const OptionalTensor& mask,
-                        bool summed) {
+Tensor batch_norm_stats(const Tensor& input, std::optional<int64_t> caller, int64_t message_number,
+                        const OptionalTensor& mask, bool summed) {
   const DType dtype = check_input(input);
-  const Header header = summed ? sums_header(caller.value_or(0)) : row_header(caller, message);
+  const Header header = summed ? sums_header(caller.value_or(0)) : row_header(caller, message_number);
   const DenseInput dense = to_dense(input);
   const Geometry& g = dense.geometry;
   const uint8_t* valid = valid_positions(mask, g.rows(), input);
@@ -57,7 +57,7 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(Tensor gathered, cons
                                                            const OptionalTensor& num_batches_tracked,
                                                            std::optional<double> momentum, double eps,
                                                            const OptionalTensor& fault, bool skip_nonfinite,
-                                                           int64_t ranks, int64_t message) {
+                                                           int64_t ranks, int64_t message_number) {
   const bool summed = gathered.dim() == 1;
   const int64_t size = summed || gathered.dim() == 2 ? gathered.size(-1) : 0;
   const int64_t header_size = summed ? kSumsHeader : header_size_of(size);
@@ -89,7 +89,7 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(Tensor gathered, cons
                                dtype_of(mean, "mean"), mean.mutable_data_ptr(), invstd.mutable_data_ptr(),
                                static_cast<int64_t*>(count.mutable_data_ptr()), mean_buffer, var_buffer,
                                static_cast<int64_t*>(batches), mean_buffer.data != nullptr && !momentum,
-                               momentum.value_or(0), eps, header_size, skip_nonfinite, record, summed, message},
+                               momentum.value_or(0), eps, header_size, skip_nonfinite, record, summed, message_number},
                device);
   return {mean, invstd, count};
 }
@@ -147,7 +147,7 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(const Tensor& grad
 template <typename Device>
 Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input, OptionalTensor weight, Tensor mean,
                                  Tensor invstd, Tensor sums, const Tensor& count, int64_t ranks,
-                                 const OptionalTensor& fault, int64_t message, const OptionalTensor& mask,
+                                 const OptionalTensor& fault, int64_t message_number, const OptionalTensor& mask,
                                  OptionalTensor bias, int64_t activation, double parameter, OptionalTensor grad_input) {
   const DType dtype = check_input(input);
   const Factors factors = factors_of(input, mean, invstd, weight, bias);
@@ -169,9 +169,10 @@ Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input,
     make_contiguous(sums);
     const auto* number = static_cast<const int64_t*>(count.const_data_ptr());
     Device device(input);
-    backward_elemt(dy.const_data_ptr(), dense.tensor.const_data_ptr(), dx.mutable_data_ptr(), dtype, dense.geometry,
-                   BackwardElemtArguments{factors, sums.const_data_ptr(), number, header_size, ranks, message, record},
-                   valid, epilogue, device);
+    backward_elemt(
+        dy.const_data_ptr(), dense.tensor.const_data_ptr(), dx.mutable_data_ptr(), dtype, dense.geometry,
+        BackwardElemtArguments{factors, sums.const_data_ptr(), number, header_size, ranks, message_number, record},
+        valid, epilogue, device);
   }
   if (!grad_input) return with_strides_of(dx, dense, input);
   if (dx.get() != grad_input->get()) torch::stable::copy_(*grad_input, dx);

@@ -148,10 +148,10 @@ BAGUA_SYNCBN_HOST_DEVICE bool sums_headers_agree(const A* header, int64_t size, 
 
 // Checks the statistics that `ranks` summed.
 BAGUA_SYNCBN_HOST_DEVICE inline Fault fault_of_sums(const double* sums, int64_t channels, int64_t ranks,
-                                                    int64_t message) {
+                                                    int64_t message_number) {
   const double* count = sums + 2 * channels;
   if (sums_headers_agree(count + 1, kSumsHeader, ranks) && is_integer(*count, kMaxHigh * kWord)) return {};
-  return {Fault::kSum, message};
+  return {Fault::kSum, message_number};
 }
 
 // Writes `fault` to `record`; for a row, also the headers of rank 0 and of the row. No-op if `record` is null or has an

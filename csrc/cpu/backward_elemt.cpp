@@ -16,7 +16,7 @@ void backward_elemt(const void* grads, const void* input, void* grad_input, DTyp
     using A = Accumulate<T>;
     const A *sum_dy = static_cast<const A*>(arguments.sums), *sum_dy_xmu = sum_dy + g.channels;
     const bool same = sums_headers_agree(sum_dy + 2 * g.channels, arguments.header_size, arguments.ranks);
-    if (!same) record_fault<A>(arguments.fault, {Fault::kSum, arguments.message}, nullptr, 0, 0);
+    if (!same) record_fault<A>(arguments.fault, {Fault::kSum, arguments.message_number}, nullptr, 0, 0);
     const double inverse = same ? 1.0 / *arguments.count : std::numeric_limits<double>::quiet_NaN();
     const Normalization<A> normalization(arguments.factors, g.channels, epilogue.parameter);
     std::vector<A> mean_dy(g.channels), projections(g.channels);

@@ -52,7 +52,7 @@ void gather_stats(const GatherArguments& arguments, Device&) {
     std::vector<double> mean(channels), var(channels);
     const A* rows = static_cast<const A*>(arguments.gathered);
     const double* sums = static_cast<const double*>(arguments.gathered);
-    const Fault found = arguments.summed ? fault_of_sums(sums, channels, arguments.ranks, arguments.message)
+    const Fault found = arguments.summed ? fault_of_sums(sums, channels, arguments.ranks, arguments.message_number)
                                          : find_fault(rows, arguments.ranks, channels, header_size);
     record_fault(arguments.fault, found, rows, channels, header_size);
     int64_t total = 0;

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kThreads, Traits::resident())
   share_factors<Traits>(factors, batch, [&](int64_t c) { return GradientFactors<A>(arguments, plan.channels, c); });
   if (!__syncthreads_and(sums_agree(sum, squares, arguments.ranks))) {
     if (blockIdx.x + blockIdx.y == 0 && thread_index() == 0)
-      record_fault<A>(arguments.fault, {Fault::kSum, arguments.message}, nullptr, 0, 0);
+      record_fault<A>(arguments.fault, {Fault::kSum, arguments.message_number}, nullptr, 0, 0);
 #pragma unroll  // makes every gradient NaN
     for (auto& each : factors) each.scale = static_cast<A>(NAN);
   }

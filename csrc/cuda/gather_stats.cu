@@ -63,8 +63,8 @@ class Ranks {
   __device__ __forceinline__ int64_t count(int rank) const { return unpack_count(rows + rank * row_size, channels); }
 
   __device__ __forceinline__ void record(const GatherArguments& arguments) const {
-    const Fault fault =
-        sums != nullptr ? Fault{Fault::kSum, arguments.message} : find_fault(rows, number, channels, header_size);
+    const Fault fault = sums != nullptr ? Fault{Fault::kSum, arguments.message_number}
+                                        : find_fault(rows, number, channels, header_size);
     record_fault(arguments.fault, fault, rows, channels, header_size);
   }
 
