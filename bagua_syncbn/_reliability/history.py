@@ -45,9 +45,8 @@ class History:
         self._records: dict[str, FaultRecord] = {}  # by type of device
         self.place = self._start = Place()
         self._links = 0
-        self._followed: dict[
-            int | None, Signature
-        ] = {}  # by caller of a message: the one that last broke a prediction after it
+        # By caller of a message: the message that last broke a prediction after it.
+        self._followed: dict[int | None, Signature] = {}
         self._numbers = WeakIdKeyDictionary()
         self._callers: Counter[str] = Counter()
 
