@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 
-from ._torch.autograd import NO_ERRORS, is_without_data
+from ._torch.autograd import NO_ERRORS, is_recorded, is_without_data
 
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
@@ -31,7 +31,7 @@ def handle_error(error: Exception, peers_of: Callable[..., _Peers], /, *args: An
     Raises:
         RuntimeError: torch's error, if a kernel ran out of memory.
     """
-    if torch.compiler.is_compiling() or isinstance(error, NO_ERRORS):
+    if is_recorded() or isinstance(error, NO_ERRORS):
         return
     if not any(map(is_without_data, (*args, *kwargs.values()))):
         peers = None

@@ -21,7 +21,7 @@ from ._step.hooks import hooks
 from ._step.layer_state import CallCache, LayerState
 from ._step.masks import masking_of
 from ._step.normalize import batch_statistics, normalize
-from ._torch.autograd import as_number, current_mode, is_fake, is_without_data
+from ._torch.autograd import as_number, current_mode, is_fake, is_recorded, is_without_data
 
 _PLAIN_CLASSES = Tensor, nn.Parameter
 
@@ -159,7 +159,7 @@ def batch_norm(call: Call) -> Tensor:
         if output is not None:
             return output
         if is_fake(input) and mode == "eager":  # outside of its FakeTensorMode
-            mode = "fake"
+            mode = "dispatched"
             call = call._replace(mode=mode)
         elif isinstance(input, Tensor) and mode != "compiled":
             if has_torch_function_unary(input):
@@ -271,7 +271,7 @@ def _validate(call: Call, key: tuple[Any, ...] | None = None) -> CallCache:
     input, buffers, group, layer, mode = call.input, call.buffers, call.group, call.layer, call.mode
     check_tensors(call[:4], buffers, call.uses_batch, layer)
     has_data = not is_without_data(input)
-    if not has_data or not (mode == "compiled" or all(check(call) for check in first_call_checks)):
+    if not has_data or not (is_recorded() or all(check(call) for check in first_call_checks)):
         key = None
     options = checked_options(call.options, call.uses_batch)
     if not call.uses_batch:
@@ -281,7 +281,7 @@ def _validate(call: Call, key: tuple[Any, ...] | None = None) -> CallCache:
     if mode != "compiled" and call.mask is not NO_MASK:
         masking_of(input, call.mask)  # raises before this rank waits for peers to create the group
     if group is not None:
-        check_tracer(group)
+        check_tracer(group, input)
     if options.momentum is None and buffers.running_mean is not None and buffers.num_batches_tracked is None:
         raise ValueError("num_batches_tracked: expected a tensor, because momentum is None; got None")
     if not has_data:

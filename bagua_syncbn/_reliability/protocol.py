@@ -23,7 +23,7 @@ from .._ops.headers import headers_differ, record_sums
 from .._ops.options import Options
 from .._step.call import Call
 from .._step.exchange import Exchange, Pass
-from .._torch.autograd import is_capturing, untraced
+from .._torch.autograd import is_capturing, is_recorded, untraced
 from .._torch.process_groups import group_named
 from ..communicators import TorchCommunicator
 from ..communicators.c10d import failed
@@ -168,7 +168,7 @@ class RankExchange(Exchange):
 
 
 class CompiledExchange(Exchange):
-    """Exchange in a torch.compile graph, with constant headers. Results of mismatched messages are NaN.
+    """Exchange in a recorded graph, as of torch.compile, with constant headers. Results of mismatched messages are NaN.
 
     There is no fault record: the graph would save this tensor for backward, but each forward may write to it, so two
     forwards before a backward would raise an error.
@@ -209,7 +209,7 @@ def note_compilation(group_name: str | None, ranks: int, kind: str, summed: bool
 
 def compared_exchange(call: Call, options: Options, communicator: Communicator) -> Exchange:
     """Returns the exchange of ``call`` and of later calls with the same cache key."""
-    if call.mode == "compiled":
+    if is_recorded():
         return CompiledExchange(call, options, communicator)
     history, layer, kind, name = history_in(communicator), call.layer, kind_of(call.layer), name_of(call.layer)
     origin = origin_of(layer)

@@ -18,7 +18,7 @@ from .. import _ops as ops
 from .._groups import Communicator
 from .._ops.options import Options
 from .._step.call import Call
-from .._torch.autograd import as_number, untraced
+from .._torch.autograd import as_number, is_recorded, untraced
 from ..communicators.c10d import sums_statistics
 
 RAISED = 0  # caller in the header of a rank that raised an error
@@ -70,7 +70,7 @@ def shared_options(call: Call, options: Options) -> tuple[Any, ...]:
     channels, eps, momentum = call.input.size(1), options.eps, options.momentum
     if getattr(call.layer, "momentum", 0) is None:
         momentum = None  # the layer may pass a different momentum for each batch
-    if call.mode == "compiled":
+    if is_recorded():
         channels, eps, momentum = as_number(channels), as_number(eps), as_number(momentum)
     shared = options._replace(eps=eps, momentum=momentum, activation=None)
     return channels, call.input.dtype == torch.float64, updates, *shared

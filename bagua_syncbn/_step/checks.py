@@ -13,7 +13,7 @@ from .. import _ops as ops
 from .._groups import spec_of
 from .._names import name_of
 from .._ops.options import Options
-from .._torch.autograd import is_exporting
+from .._torch.autograd import has_shape_only, is_exporting, is_recorded
 from .._torch.modules import defined_in
 from .call import Tensors
 
@@ -161,11 +161,14 @@ def is_distributed(tensor: Tensor) -> bool:
     return isinstance(tensor, defined_in("torch.distributed.tensor", "DTensor"))
 
 
-def check_tracer(process_group: Any) -> None:
+def check_tracer(process_group: Any, input: Tensor) -> None:
     """Raises RuntimeError under a tracer that cannot record communication, before the group is created."""
     tracer = "torch.jit.trace" if is_tracing() else "torch.export" if is_exporting() else None
+    remedy = "call model.eval() first"
+    if tracer is None and not torch.compiler.is_compiling() and is_recorded() and not has_shape_only(input):
+        tracer, remedy = 'make_fx(tracing_mode="real")', 'use "fake" or "symbolic"'
     if tracer is not None and spec_of(process_group).size() != 1:
-        raise RuntimeError(f"{tracer} cannot record training over several ranks; call model.eval() first")
+        raise RuntimeError(f"{tracer} cannot record training over several ranks; {remedy}")
 
 
 def check_local_count(input: Tensor, layer: nn.Module | None) -> None:

@@ -22,8 +22,10 @@ def untraced(function: _Function) -> _Function:
 
 
 def as_number(value: _Number) -> _Number:
-    """Returns ``value``, specialized to a constant if torch.compile has a symbol for it (sets hold only constants)."""
-    return next(iter({value}))
+    """Returns ``value``, specialized to a constant if a tracer has a symbol for it."""
+    if torch.compiler.is_compiling():
+        return next(iter({value}))  # torch.compile puts only constants into sets
+    return int(value) if isinstance(value, torch.SymInt) else value  # pyrefly: ignore[bad-return]
 
 
 has_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
@@ -44,10 +46,23 @@ def is_transforming() -> bool:
 _fake_mode: Callable[[], Any] = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE)
 
 
-# How a call runs: "transformed" is eager code under torch.func or forward-mode differentiation; "fake" is eager code in
-# a FakeTensorMode, where tensors have shapes but no values; "traced" is torch.jit.trace; "compiled" is torch.compile or
-# torch.export. Not an Enum, because access to its members is slow.
-Mode: TypeAlias = Literal["eager", "transformed", "fake", "traced", "compiled"]
+# Return the active ProxyTorchDispatchMode, or None; and whether ops go to modes before autograd (pre_dispatch=True).
+_proxy_mode: Callable[[], Any] = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY)
+_is_pre_dispatch: Callable[[], bool] = partial(
+    torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.PreDispatch
+)
+
+
+def is_recorded() -> bool:
+    """Returns whether a graph records the ops of this call, to run them again with data: under torch.compile and
+    torch.export, and in eager code under make_fx and aot_function."""
+    return torch.compiler.is_compiling() or _proxy_mode() is not None or _is_pre_dispatch()
+
+
+# How a call runs: "transformed" is eager code under torch.func or forward-mode differentiation; "dispatched" is eager
+# code in a FakeTensorMode, where tensors have shapes but no values, or whose ops a mode records; "traced" is
+# torch.jit.trace; "compiled" is torch.compile or torch.export. Not an Enum, because access to its members is slow.
+Mode: TypeAlias = Literal["eager", "transformed", "dispatched", "traced", "compiled"]
 
 
 def current_mode() -> Mode:
@@ -58,7 +73,7 @@ def current_mode() -> Mode:
         return "traced"
     if has_transforms() or level_of_duals() >= 0:
         return "transformed"
-    return "eager" if _fake_mode() is None else "fake"
+    return "eager" if _fake_mode() is None and _proxy_mode() is None and not _is_pre_dispatch() else "dispatched"
 
 
 def is_fake(value: object) -> bool:
@@ -66,12 +81,15 @@ def is_fake(value: object) -> bool:
     return isinstance(value, FakeTensor)
 
 
-def is_without_data(value: object) -> bool:
-    """Returns whether results of ``value`` have a shape but no values, in eager code: it is a meta or fake tensor, or
-    a FakeTensorMode is active."""
-    if torch.compiler.is_compiling():
-        return False
+def has_shape_only(value: object) -> bool:
+    """Returns whether results of ``value`` have a shape but no values: it is a meta or fake tensor, or a FakeTensorMode
+    is active."""
     return is_fake(value) or (isinstance(value, torch.Tensor) and value.is_meta) or _fake_mode() is not None
+
+
+def is_without_data(value: object) -> bool:
+    """Returns whether a call with ``value`` never has values: only its shape is known, and no graph records it."""
+    return not is_recorded() and has_shape_only(value)
 
 
 # Returns the tensor, or the tensor inside a wrapper that a finished transform left behind.

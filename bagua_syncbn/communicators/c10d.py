@@ -92,7 +92,7 @@ class TorchCommunicator:
         return tuple(dist.get_process_group_ranks(self.group))
 
     def all_gather(self, packed: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or type(packed) is not Tensor:
             return process_groups.traced_all_gather(packed, self.size, self.name)
         group = self.group
         rows, work = self._start_gather(group, packed, () if packed.is_cpu else (_GATHER_IN_STREAM,))
@@ -102,7 +102,7 @@ class TorchCommunicator:
     def all_reduce(self, packed: Tensor) -> Tensor:
         if _is_gathered(packed, self.size):
             return self.all_gather(packed).sum(0)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or type(packed) is not Tensor:
             return process_groups.traced_all_reduce(packed, self.name)
         group = self.group
         work = group.allreduce([packed]) if packed.is_cpu else group.allreduce([packed], _SUM_IN_STREAM)

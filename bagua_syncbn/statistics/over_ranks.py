@@ -5,7 +5,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 
 from .. import _ops as ops
 from .._errors import notifies_peers
@@ -15,9 +14,9 @@ from .._reliability.history import history_in
 from .._reliability.protocol import RankExchange, sum_with_header
 from .._reliability.signatures import Signature, exact_bits, word_of
 from .._reliability.unsynchronized import warn_at_launch
-from .._step.checks import check_is_tensor, check_number, is_distributed
+from .._step.checks import check_is_tensor, check_number, check_tracer, is_distributed
 from .._step.masks import check_mask
-from .._torch.autograd import is_without_data
+from .._torch.autograd import is_recorded, is_without_data
 
 _NAME = "mean_over_ranks"
 
@@ -89,7 +88,7 @@ def mean_over_ranks(
         count = count.to(values.device, torch.float64)
         if gradients == "averaged":
             total = total * communicator.size
-    elif not is_compiling():
+    elif not is_recorded():
         warn_at_launch(f"{_NAME}: the mean is not over ranks", spec, stacklevel=4)
     if isinstance(count, Tensor):
         count = count.detach().reshape(1)
@@ -133,7 +132,8 @@ def sum_over_ranks(
     """
     if communicator.size == 1:
         return packed
-    if is_compiling():  # compared only on the device, like the sums of compiled layers
+    check_tracer(communicator, packed)
+    if is_recorded():  # compared only on the device, like the sums of compiled layers
         fingerprint = word_of(f"{what} ({details})") & exact_bits(communicator.size)
         total, differ = sum_with_header(communicator.all_reduce, packed, fingerprint, communicator.size)
         return total.where(~differ, torch.nan)

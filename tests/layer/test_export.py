@@ -2,15 +2,18 @@
 
 import copy
 import re
+from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.ao.quantization import fuse_modules_qat, get_default_qat_qconfig, prepare_qat
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from bagua_syncbn import SyncBatchNorm2d, convert_sync_batchnorm, sync_batch_norm
+from bagua_syncbn import SyncBatchNorm2d, convert_sync_batchnorm, mean_over_ranks, sync_batch_norm
+from tests.helpers.steps import check_ranks, draw
 
 OPTIONS = {"eps": 0.5, "eps_mode": "clamp", "activation": ("leaky_relu", 0.25)}
 
@@ -72,6 +75,94 @@ def test_traces_of_training_work_for_all_sizes(how, size):
         for samples in (size, 4, 300):
             input = torch.randn(samples, 8, 8, 8)
             torch.testing.assert_close(traced(input), nn.functional.batch_norm(input, None, None, training=True))
+
+
+class Replayed(torch.autograd.Function):
+    """A graph of a step as a function of the input and the parameters, for a known ``grad_output``."""
+
+    @staticmethod
+    def forward(ctx, graph, buffers, grad_output, *tensors):
+        output, *ctx.grads = graph(buffers, grad_output, *tensors)
+        return output
+
+    @staticmethod
+    def backward(ctx, _):
+        return None, None, None, *ctx.grads
+
+
+def made_by_fx(model, input, **options):
+    """Returns ``model``, traced with ``input``, as a function of the input and the gradient of the output."""
+    names, parameters = zip(*model.named_parameters(), strict=True)
+
+    def run(buffers, grad_output, input, *parameters):
+        tensors = dict(zip(names, parameters, strict=True)) | buffers
+        output = torch.func.functional_call(model, tensors, input)
+        return output, *torch.autograd.grad(output, (input, *parameters), grad_output)
+
+    copies = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    graph = make_fx(run, **options)(copies, torch.ones_like(input), input.requires_grad_(), *parameters)
+    return lambda input, grad_output: Replayed.apply(
+        graph, dict(model.named_buffers()), grad_output, input, *parameters
+    )
+
+
+def made_by_aot(model, _):
+    from functorch.compile import aot_module, nop  # takes seconds
+
+    traced = aot_module(model, nop)
+    return lambda input, grad_output: traced(input)
+
+
+TRACED_FOR_LATER = {
+    "aot_module": made_by_aot,
+    "fake": partial(made_by_fx, tracing_mode="fake"),
+    "symbolic": partial(made_by_fx, tracing_mode="symbolic"),
+    "before autograd": partial(made_by_fx, tracing_mode="fake", pre_dispatch=True),
+    "real": made_by_fx,
+}
+
+
+def model_of_two_layers():
+    layers = [nn.BatchNorm2d(3, momentum=momentum, dtype=torch.float64) for momentum in (0.1, None)]
+    for layer in layers:
+        for values in (layer.weight, layer.running_mean):
+            nn.init.normal_(values)
+    return nn.Sequential(layers[0], nn.SiLU(), layers[1])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("how", "training"), [
+    *((how, True) for how in TRACED_FOR_LATER),
+    *((how, False) for how in TRACED_FOR_LATER if how != "before autograd"),  # torch raises for any layer
+])  # fmt: skip
+def test_graphs_traced_without_sending_synchronize_when_they_run(how, training):
+    plain, group, splits = model_of_two_layers().train(training), dist.new_group(), (2, 3)
+    model = convert_sync_batchnorm(copy.deepcopy(plain), group)
+    batches = [(draw(5, 3, 4, 4, seed=seed), draw(5, 3, 4, 4, seed=seed + 9)) for seed in range(3)]
+    rank = dist.get_rank()
+    if training and how == "real":
+        with pytest.raises(RuntimeError, match=r'make_fx\(tracing_mode="real"\) cannot record .* over several ranks'):
+            TRACED_FOR_LATER[how](model, draw(splits[rank], 3, 4, 4))
+    else:
+        traced = TRACED_FOR_LATER[how](model, draw(splits[rank], 3, 4, 4))
+        for input, grad_output in batches:
+            call = partial(traced, grad_output=grad_output.split(splits)[rank])
+            check_ranks(model, plain, input, grad_output, splits, call=call)
+    check_ranks(model, plain, *batches[0], splits)
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.ranks(2)
+def test_graphs_of_second_derivatives_and_means_synchronize_when_they_run():
+    def run(input):
+        (grad,) = torch.autograd.grad(sync_batch_norm(input, None, None).pow(3).sum(), input, create_graph=True)
+        return *torch.autograd.grad(grad.pow(3).sum(), input), mean_over_ranks(input)
+
+    def draw_own(seed):
+        return draw(2, 4, 3, seed=2 * seed + dist.get_rank()).requires_grad_()
+
+    graph = make_fx(run, tracing_mode="fake")(draw_own(0))
+    torch.testing.assert_close(graph(draw_own(1)), run(draw_own(1)))
 
 
 class Activated(nn.BatchNorm2d):
