@@ -16,6 +16,7 @@ from torch import Tensor
 from .._ops.definition import SCHEMAS, library
 from .._ops.native import KERNELS, WANTED
 from .._torch.autograd import is_capturing, is_transforming
+from .._warnings import warn
 from . import aten
 from .comparison import find_difference, wait_for
 
@@ -85,7 +86,7 @@ def check_kernels(input: Tensor) -> bool:
         _log.info("kernels on %s for %s: %s", device, dtype, cuda_kernels())
         if _State.problem is not None and _State.warns:
             _State.warns = False
-            warnings.warn(f"bagua_syncbn uses ATen's kernels on CUDA: {_State.problem}", RuntimeWarning, stacklevel=3)
+            warn(f"bagua_syncbn uses ATen's kernels on CUDA: {_State.problem}", RuntimeWarning)
         _checked.add(key)
     return True
 

@@ -2,11 +2,11 @@
 
 import json
 import os
-import warnings
 from importlib import import_module
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from .._warnings import warn
 from .gather_stats import this_thread
 
 _LIBRARY = "bagua_syncbn._C"
@@ -46,10 +46,9 @@ def _warn_without_library(folder: Path) -> None:
         remedy = "Once these are installed, build them in a checkout: pip install -e ."
         if "torch" in reason and "found" not in reason:  # an isolated build does not find every installed torch
             remedy = f"If torch was installed, activate its environment or pass --no-build-isolation. {remedy}"
-    warnings.warn(
+    warn(
         f"bagua_syncbn {message}: computing in plain torch, several times slower. {remedy}",
         RuntimeWarning,
-        stacklevel=3,
     )
 
 

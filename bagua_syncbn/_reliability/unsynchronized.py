@@ -1,12 +1,12 @@
 """Detects launched jobs without a process group, in which each process would silently train as a single rank."""
 
 import os
-import warnings
 from typing import Any
 
 from .._groups import spec_of
 from .._groups.spec import rank_and_size
 from .._step.call import Call
+from .._warnings import warn
 from ..functional import first_call_checks
 
 
@@ -32,16 +32,16 @@ def check_launch(caller: str, process_group: Any) -> None:
         raise RuntimeError(f"{caller}: {missing} first, or pass process_group=1 to use only this process")
 
 
-def warn_at_launch(what: str, process_group: Any, stacklevel: int) -> None:
+def warn_at_launch(what: str, process_group: Any) -> None:
     """Warns, with a text that begins with ``what``, if a launcher started several ranks, but training is local."""
     missing = missing_group(process_group)
     if missing:
-        warnings.warn(f"{what}: {missing}", stacklevel=stacklevel)
+        warn(f"{what}: {missing}")
 
 
 def _check_first_call(call: Call) -> bool:
     if call.group is not None:
-        warn_at_launch("batch normalization is not synchronized", call.group, stacklevel=3)
+        warn_at_launch("batch normalization is not synchronized", call.group)
     return True
 
 

@@ -1,6 +1,5 @@
 """Data parallelism in one call, with Bagua in Bagua jobs and torch otherwise."""
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -13,6 +12,7 @@ from torch.optim import Optimizer
 from .._groups import ProcessGroupLike, engines, spec_of, text_of_argument
 from .._reliability.unsynchronized import warn_at_launch
 from .._torch.modules import pytree, replicate_in_place
+from .._warnings import warn
 from ..communicators.torch_engine import torch_group_of
 from ..conversion.models import check_module, is_data_parallel
 from ..sync_batchnorm import SyncBatchNorm
@@ -78,7 +78,7 @@ def with_bagua(
         raise RuntimeError(f"module: expected a model that is not data parallel yet, got {type(wrapped).__name__}")
     layers = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
     if not layers:
-        warnings.warn(f"with_bagua: found no synchronized layer in {type(module).__name__}", stacklevel=2)
+        warn(f"with_bagua: found no synchronized layer in {type(module).__name__}")
     spec: Any = spec_of(process_group)
     by_bagua = bagua.is_running()
     if by_bagua:
@@ -86,7 +86,7 @@ def with_bagua(
     else:
         _check_algorithm(algorithm)
         if not (dist.is_available() and dist.is_initialized()):
-            warn_at_launch("with_bagua: the model is not data parallel", spec, stacklevel=3)
+            warn_at_launch("with_bagua: the model is not data parallel", spec)
             return module
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise RuntimeError("module: expected at least one parameter that requires a gradient, got none")

@@ -5,7 +5,6 @@ valid. ``layer.__class__`` changes, usually to a class that inherits from the ol
 :class:`SyncBatchNorm`, so that method resolution finds ``SyncBatchNorm.forward`` instead of torch's.
 """
 
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from copy import copy
@@ -20,6 +19,7 @@ from .._names import ConvertedModel, Origin, name_of
 from .._step.checks import check_flag
 from .._step.layer_state import LayerState
 from .._torch.modules import forget_compiled_code
+from .._warnings import warn
 from ..communicators.torch_engine import group_before
 from ..sync_batchnorm import SyncBatchNorm
 from .classes import class_before_conversion, full_name
@@ -89,10 +89,9 @@ def convert_sync_batchnorm(
     targets = {row.module: row.target for row in report.layers if row.target is not None}
     foreign = [name_of(row.module, row.names[0]) for row in report.layers if row.reason == FOREIGN]
     if foreign:
-        warnings.warn(
+        warn(
             f"module: cannot convert {', '.join(foreign)}, not derived from torch's batch normalization; use "
-            "register_converter, or exclude these layers with filter",
-            stacklevel=2,
+            "register_converter, or exclude these layers with filter"
         )
     forget_compiled_code(module)
     with unchanged_on_error(module):
@@ -104,7 +103,7 @@ def convert_sync_batchnorm(
                 vars(layer)["skip_nonfinite"] = True
         _name_layers(module)
     if not targets:
-        warnings.warn(f"convert_sync_batchnorm: {type(module).__name__}: {report.summary()}", stacklevel=2)
+        warn(f"convert_sync_batchnorm: {type(module).__name__}: {report.summary()}")
     return module
 
 

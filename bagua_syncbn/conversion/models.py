@@ -1,6 +1,5 @@
 """Modules of a model: names, filters, attachments, data parallel wrappers."""
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -10,6 +9,7 @@ from torch import nn
 from .._errors import restored
 from .._groups import engines
 from .._step.layer_state import Attachment
+from .._warnings import warn
 from ..sync_batchnorm import SyncBatchNorm
 
 Filter = Callable[[str, nn.Module], bool]
@@ -62,7 +62,7 @@ def attached(model: nn.Module, what: str, make: Callable[[Any], _A | None]) -> I
     layers = [layer for layer in model.modules() if isinstance(layer, SyncBatchNorm)]
     new = {layer: attachment for layer in layers if (attachment := make(layer)) is not None}
     if not layers:
-        warnings.warn(f"{what}: found no synchronized layer in {type(model).__name__}", stacklevel=5)
+        warn(f"{what}: found no synchronized layer in {type(model).__name__}")
     states = {layer: layer._sync_state for layer in new}
 
     def detach() -> None:

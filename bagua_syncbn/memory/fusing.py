@@ -1,6 +1,5 @@
 """Fusion of layers with subsequent activations in an ``nn.Sequential``."""
 
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -10,6 +9,7 @@ from torch import nn
 from .._names import name_of
 from .._ops.activations import MODULES, activation_of
 from .._torch.modules import check_before_folding
+from .._warnings import warn
 from ..conversion.convert import undo_hooks
 from ..conversion.models import check_module
 from ..sync_batchnorm import SyncBatchNorm
@@ -78,10 +78,7 @@ def fuse_activations(module: _Module) -> _Module:
     for layer, activation, container, key in pairs:
         container._modules[key] = FusedActivation(layer, activation)
     if not pairs and not any(isinstance(part, FusedActivation) for part in module.modules()):
-        warnings.warn(
-            "fuse_activations: found no synchronized layer followed by an activation in an nn.Sequential",
-            stacklevel=2,
-        )
+        warn("fuse_activations: found no synchronized layer followed by an activation in an nn.Sequential")
     return module
 
 

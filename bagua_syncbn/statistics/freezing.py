@@ -1,6 +1,5 @@
 """Freezes statistics by keeping layers in evaluation mode, see ``SyncBatchNorm.__setattr__``."""
 
-import warnings
 from typing import Any, TypeVar
 
 from torch import nn
@@ -10,6 +9,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from .._names import name_of
 from .._step.checks import check_callable
 from .._torch.modules import forget_compiled_code
+from .._warnings import warn
 from ..conversion.convert import unchanged_on_error
 from ..conversion.models import Filter, check_module, is_left_out, modules_with_names
 from ..sync_batchnorm import SyncBatchNorm
@@ -59,7 +59,7 @@ def freeze_statistics(module: _Module, filter: Filter | None = None) -> _Module:
         if layer.running_mean is None or layer.running_var is None:
             raise ValueError(f"module: {where} has no running statistics; exclude the layer with filter")
     if not layers:
-        warnings.warn(f"freeze_statistics: found no layer to freeze in {type(module).__name__}", stacklevel=2)
+        warn(f"freeze_statistics: found no layer to freeze in {type(module).__name__}")
     forget_compiled_code(module)
     with unchanged_on_error(module):
         for layer in layers:

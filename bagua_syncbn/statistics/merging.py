@@ -4,7 +4,6 @@ import math
 import zlib
 from collections.abc import Mapping
 from typing import Any
-from warnings import warn
 
 import torch
 from torch import nn
@@ -18,6 +17,7 @@ from .._reliability.unsynchronized import check_launch
 from .._step.checks import check_number
 from .._torch.autograd import is_without_data
 from .._torch.modules import copy_all
+from .._warnings import warn
 from ..conversion.models import check_module
 from .freezing import is_frozen
 from .over_ranks import sum_over_ranks
@@ -78,12 +78,11 @@ def merge_statistics(module: nn.Module, process_group: ProcessGroupLike = None, 
         raise ValueError(f"weight: expected a finite number above 0, got {weight}")
     layers = layers_with_statistics(module)
     if not layers:
-        warn(f"merge_statistics: found no layer with running statistics in {type(module).__name__}", stacklevel=3)
+        warn(f"merge_statistics: found no layer with running statistics in {type(module).__name__}")
     if any(isinstance(part, DistributedDataParallel) and part.broadcast_buffers for part in module.modules()):
         warn(
             "merge_statistics: forward of DistributedDataParallel overwrites the buffers with those of rank 0; "
-            "set its attribute broadcast_buffers to False",
-            stacklevel=3,
+            "set its attribute broadcast_buffers to False"
         )
     own = {}
     for name, layer in layers.items():

@@ -89,7 +89,7 @@ def mean_over_ranks(
         if gradients == "averaged":
             total = total * communicator.size
     elif not is_recorded():
-        warn_at_launch(f"{_NAME}: the mean is not over ranks", spec, stacklevel=4)
+        warn_at_launch(f"{_NAME}: the mean is not over ranks", spec)
     if isinstance(count, Tensor):
         count = count.detach().reshape(1)
         count = count.where((count >= 0) & (count < math.inf), math.nan)  # the host does not read it

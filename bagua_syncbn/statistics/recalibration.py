@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 from typing import Any
-from warnings import warn
 
 import torch
 from torch import nn
@@ -13,6 +12,7 @@ from .._names import name_of
 from .._ops import Moments
 from .._reliability.unsynchronized import check_launch
 from .._torch.modules import copy_all
+from .._warnings import warn
 from ..conversion.dry_run import batch_loop, dry_run
 from ..conversion.models import attached
 from ..sync_batchnorm import SyncBatchNorm
@@ -95,7 +95,7 @@ def recalibrate_statistics(
         raise ValueError("batches: expected a non-empty batch on some rank, got no input to any layer")
     kept = [name for name, count in counts.items() if count < 2]
     if kept:
-        warn(f"{_NAME}: no batch reached these layers, which keep their statistics: {', '.join(kept)}", stacklevel=3)
+        warn(f"{_NAME}: no batch reached these layers, which keep their statistics: {', '.join(kept)}")
     reached = [name for name in layers if name not in kept]
     buffers = [getattr(layers[name], buffer) for buffer in ("running_mean", "running_var") for name in reached]
     means = [merged[name].mean for name in reached]

@@ -6,7 +6,6 @@ from functools import partial
 from math import inf, sqrt
 from numbers import Integral
 from typing import Any, TypeAlias
-from warnings import warn
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from .._errors import restored
 from .._groups import ProcessGroupLike
 from .._step.checks import check_number, is_distributed
+from .._warnings import warn
 from ..conversion.dry_run import batch_loop, dry_run
 from ..statistics.masked import is_masked
 from ..sync_batchnorm import SyncBatchNorm
@@ -178,7 +178,7 @@ def _observe(module: nn.Module, batches: Iterable[Any], forward: object, device:
     new = [name for name, layer in layers.items() if layer.num_batches_tracked == 0]
     if new:
         warn(f"measure_batch_noise: layers with untrained running statistics: {', '.join(new)}; train for some steps, "
-             "or call recalibrate_statistics", stacklevel=5)  # fmt: skip
+             "or call recalibrate_statistics")  # fmt: skip
     found: dict[str, list[_Input]] = {}
 
     def add(name: str, layer: Any, args: Any, kwargs: Any) -> None:

@@ -124,5 +124,6 @@ def test_invalid_arguments_raise():
         pytest.raises(ValueError, match="module: expected layers without masks"),
     ):
         measure_batch_noise(masked, x)
-    with pytest.warns(UserWarning, match="layers with untrained running statistics: 0"):
+    with pytest.warns(UserWarning, match="layers with untrained running statistics: 0") as caught:
         measure_batch_noise(nn.Sequential(nn.BatchNorm1d(3)).double(), x)
+    assert caught[0].filename == __file__

@@ -146,5 +146,6 @@ def test_an_invalid_recalibration_changes_nothing():
             recalibrate_statistics(model, batches, **options)
     with pytest.raises(TypeError, match="BatchNorm2d '0' is not synchronized; call convert"):
         recalibrate_statistics(nn.Sequential(nn.BatchNorm2d(3)), [batch])
-    with pytest.warns(UserWarning, match="found no synchronized layer in Linear"):
+    with pytest.warns(UserWarning, match="found no synchronized layer in Linear") as caught:
         recalibrate_statistics(nn.Linear(6, 6).double(), [batch])
+    assert caught[0].filename == __file__

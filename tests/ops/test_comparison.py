@@ -274,6 +274,7 @@ def test_kernels_that_are_wrong_or_do_not_run_are_replaced_by_atens_with_one_war
         for dtype in (torch.float32, torch.float16):
             assert selection.check_kernels(ones.to(dtype))
     (warning,) = recwarn
+    assert warning.filename == __file__
     assert str(warning.message).startswith(f"bagua_syncbn uses ATen's kernels on CUDA: {problem}")
     assert kernels == OPS
     assert f"ATen, because {problem}" in caplog.text
