@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 from .._groups import ProcessGroupLike, engines, spec_of, text_of_argument
 from .._reliability.unsynchronized import warn_at_launch
 from .._torch.modules import pytree, replicate_in_place
-from .._warnings import warn
 from ..communicators.torch_engine import torch_group_of
-from ..conversion.models import check_module, is_data_parallel
+from ..conversion.models import check_module, is_data_parallel, synchronized_layers
 from ..sync_batchnorm import SyncBatchNorm
 from . import engine as bagua
 
@@ -76,9 +75,7 @@ def with_bagua(
     wrapped = next(filter(is_data_parallel, module.modules()), None)
     if wrapped is not None:
         raise RuntimeError(f"module: expected a model that is not data parallel yet, got {type(wrapped).__name__}")
-    layers = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
-    if not layers:
-        warn(f"with_bagua: found no synchronized layer in {type(module).__name__}")
+    layers = synchronized_layers(module, "with_bagua")
     spec: Any = spec_of(process_group)
     by_bagua = bagua.is_running()
     if by_bagua:

@@ -51,6 +51,14 @@ def is_left_out(module: nn.Module, names: list[str], filter: Filter | None) -> b
     return filter is not None and not any(filter(name, module) for name in names)
 
 
+def synchronized_layers(model: nn.Module, what: str) -> list[SyncBatchNorm]:
+    """Returns the synchronized layers of ``model``. Warns, with the name ``what``, if there are none."""
+    layers = [layer for layer in model.modules() if isinstance(layer, SyncBatchNorm)]
+    if not layers:
+        warn(f"{what}: found no synchronized layer in {type(model).__name__}")
+    return layers
+
+
 @contextmanager
 def attached(model: nn.Module, what: str, make: Callable[[Any], _A | None]) -> Iterator[dict[Any, _A]]:
     """Attaches ``make(layer)`` to each synchronized layer of ``model`` inside the context, as its outermost attachment.
@@ -59,10 +67,8 @@ def attached(model: nn.Module, what: str, make: Callable[[Any], _A | None]) -> I
     name ``what``, if ``model`` has no synchronized layer.
     """
     check_module(model, "model")
-    layers = [layer for layer in model.modules() if isinstance(layer, SyncBatchNorm)]
+    layers = synchronized_layers(model, what)
     new = {layer: attachment for layer in layers if (attachment := make(layer)) is not None}
-    if not layers:
-        warn(f"{what}: found no synchronized layer in {type(model).__name__}")
     states = {layer: layer._sync_state for layer in new}
 
     def detach() -> None:

@@ -1,15 +1,16 @@
 """Models that recompute the outputs of layers in backward."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar, overload
 
 from torch import nn
 
 from .._step.checks import check_flag
+from .._warnings import context
 from ..conversion.convert import undo_hooks
-from ..conversion.models import check_module
+from ..conversion.models import check_module, synchronized_layers
 from .recipes import saved_as_recipes
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -45,8 +46,8 @@ def recompute_outputs(module: _Module | None = None, *, enabled: bool = True) ->
     Raises:
         TypeError: ``module`` is not a module, or ``enabled`` not a bool.
 
-    Backward raises RuntimeError if the input of a layer was written to after its forward pass, except through
-    ``.data``.
+    Warns if ``module`` has no synchronized layer, and if the context manager is not entered. Backward raises
+    RuntimeError if the input of a layer was written to after its forward pass, except through ``.data``.
 
     Example::
 
@@ -58,9 +59,21 @@ def recompute_outputs(module: _Module | None = None, *, enabled: bool = True) ->
     """
     check_flag("enabled", enabled)
     if module is None and enabled:
-        return saved_as_recipes()
+        return _recompute_outputs()
     check_module(module)
     model: Any = module
+    if enabled:
+        synchronized_layers(model, "recompute_outputs")  # warns if there are none
+    return _set_recomputing(model, enabled)
+
+
+@context
+def _recompute_outputs() -> Iterator[None]:
+    with saved_as_recipes():
+        yield
+
+
+def _set_recomputing(model: Any, enabled: bool) -> Any:
     # Set on the wrapped module, which keeps the setting when the wrapper is removed.
     target = model.module if isinstance(model, nn.DataParallel) else model
     if enabled != _recomputes(target):
@@ -102,12 +115,12 @@ def _recomputes(module: nn.Module) -> bool:
 
 def _make_recomputing(make: Callable[..., nn.Module], *arguments: Any) -> nn.Module:
     """Creates a module when a copy or pickle is loaded."""
-    return recompute_outputs(make(*arguments))
+    return _set_recomputing(make(*arguments), True)
 
 
 def _undo(module: nn.Module) -> None:
     for part in module.modules():
-        recompute_outputs(part, enabled=False)
+        _set_recomputing(part, False)
 
 
 undo_hooks.append(_undo)

@@ -1,7 +1,6 @@
 """Accumulates the statistics of several batches before they update running statistics."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from .._ops.options import Options
 from .._step.call import Call
 from .._step.checks import named
 from .._torch.autograd import is_capturing, is_without_data
+from .._warnings import context
 from ..conversion.models import attached
 from ..sync_batchnorm import SyncBatchNorm
 
@@ -64,7 +64,7 @@ class Accumulation:
             merge_stats(Received(self.row), buffers, self._options)
 
 
-@contextmanager
+@context
 def accumulate_statistics(model: nn.Module) -> Iterator[None]:
     """Updates the running statistics of ``model`` once for all micro-batches of a step, on exit of the context.
 
@@ -75,7 +75,7 @@ def accumulate_statistics(model: nn.Module) -> Iterator[None]:
 
     With ``skip_nonfinite``, buffers do not change if the statistics of any micro-batch are not finite. After an
     exception inside the context, no buffer changes. In nested contexts, the outermost context updates the buffers.
-    Warns if ``model`` has no synchronized layer.
+    Warns if ``model`` has no synchronized layer, and without a ``with`` statement.
 
     Args:
         model: the model, wrapped or not. All ranks of a group must enter the context for the same layers.

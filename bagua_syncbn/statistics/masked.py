@@ -1,7 +1,6 @@
 """Masks for all layers of a model, without changes to any ``forward``."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +11,7 @@ from .._step.call import Call, Masking
 from .._step.checks import check_callable, check_flag, check_is_tensor
 from .._step.masks import fits, mask_size, masking_of
 from .._torch.autograd import current_mode
+from .._warnings import context
 from ..conversion.models import attached
 from ..sync_batchnorm import SyncBatchNorm
 
@@ -53,7 +53,7 @@ class _ModelMask:
         return masking_of(input, (mask, self.zero_masked))
 
 
-@contextmanager
+@context
 def masked(
     model: nn.Module,
     mask: Tensor,
@@ -78,7 +78,7 @@ def masked(
             shape, or ``zero_masked`` not a bool.
 
     A layer raises TypeError if the mask is not bool, and RuntimeError if it does not fit the input and there is no
-    rule. Warns if ``model`` has no synchronized layer.
+    rule. Warns if ``model`` has no synchronized layer, and without a ``with`` statement.
 
     Example::
 

@@ -123,7 +123,7 @@ CALLS = {
     "evaluation": (lambda layer, x: layer.eval()(x), 12, 0),
     "after an evaluation": (after_evaluation, 21, 6),
     "without a layer": (without_a_layer, 17, 6),
-    "masked": (masked, 38, 7),
+    "masked": (masked, 41, 7),
     "a later layer inside masked": (inside_masked, 22, 7),
     "checkpointed": (lambda layer, x: checkpoint(layer, x, use_reentrant=False), 27, 26),
 }

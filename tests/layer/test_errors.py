@@ -1,5 +1,6 @@
 """Invalid calls raise errors that name the argument, and leave the buffers unchanged."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -17,6 +18,7 @@ from bagua_syncbn import (
     masked,
     merge_statistics,
     recalibrate_statistics,
+    recompute_outputs,
     sync_batch_norm,
 )
 from bagua_syncbn._errors import raise_if_out_of_memory
@@ -163,11 +165,29 @@ def test_invalid_calls_raise_before_any_communication():
 
 @pytest.mark.parametrize("context", [accumulate_statistics, partial(masked, mask=MASK)])
 def test_models_without_synchronized_layers_warn(context, recwarn):
-    with context(nn.Sequential(SyncBatchNorm(3))):
+    model = nn.Sequential(SyncBatchNorm(3))
+    copy.deepcopy(recompute_outputs(model))
+    with context(model):
         assert not recwarn.list
     with pytest.warns(UserWarning, match=": found no synchronized layer in Sequential") as caught:  # noqa: SIM117
         with context(nn.Sequential(nn.BatchNorm1d(3))):
             pass
+    assert caught[0].filename == __file__
+    with pytest.warns(UserWarning, match="^recompute_outputs: found no synchronized layer in BatchNorm1d"):
+        recompute_outputs(nn.BatchNorm1d(3))
+
+
+@pytest.mark.parametrize(
+    "context",
+    [lambda: accumulate_statistics(SyncBatchNorm(4)), lambda: masked(SyncBatchNorm(4), MASK), recompute_outputs],
+)
+def test_contexts_that_are_not_entered_warn(context, recwarn):
+    with context():
+        pass
+    context()(lambda: None)()
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="^[a-z_]+: has no effect without a with statement$") as caught:
+        context()
     assert caught[0].filename == __file__
 
 
