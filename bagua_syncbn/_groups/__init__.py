@@ -3,9 +3,10 @@
 from .arguments import ProcessGroupLike
 from .communicator import LOCAL, Communicator, LocalCommunicator
 from .spec import DESTROYED, EVERYONE, FORKED, GroupSpec, RankGroup, engines, replaced_groups, spec_of
-from .texts import ranks_by_text, text_of_argument, text_of_ranks
+from .texts import CAUSES, ranks_by_text, text_of_argument, text_of_ranks
 
 __all__ = [
+    "CAUSES",
     "DESTROYED",
     "EVERYONE",
     "FORKED",

@@ -3,6 +3,9 @@
 from collections.abc import Iterable
 from typing import Any
 
+CAUSES = "Likely causes: a peer is in eval(), needs no gradients, ended, raised, runs different code, or is late"
+"""Why a rank waits for its peers."""
+
 _MOST = 8  # maximum number of ranks in a text, and of texts in a message
 
 

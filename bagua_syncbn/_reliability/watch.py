@@ -7,7 +7,7 @@ import time
 from threading import Lock, Thread
 from weakref import ref
 
-from .._groups import Communicator
+from .._groups import CAUSES, Communicator
 from .._torch.nccl import nccl_id, nccl_progress
 from .._torch.process_groups import timeout_of
 from ..communicators import TorchCommunicator
@@ -40,9 +40,8 @@ def _watch(history_of: ref[History], ended: Lock, seconds: float, place: str, gr
         if message and history.failure is None:
             has_logged = True
             _log.warning(
-                "sync_batch_norm: %s has waited for %.3g s, half of its group's timeout, in the %s. "
-                "A peer died, raised an error, runs different code, or is late (group %s)",
-                place, now - since, message, group,
+                "sync_batch_norm: %s has waited for %.3g s, half of its group's timeout, in the %s. %s (group %s)",
+                place, now - since, message, CAUSES, group,
             )  # fmt: skip
         del history  # the group may end during the wait
         ended.acquire(timeout=seconds / 8)

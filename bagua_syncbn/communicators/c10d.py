@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._groups import DESTROYED
+from .._groups import CAUSES, DESTROYED
 from .._torch import process_groups
 
 IS_AVAILABLE = dist.is_available()
@@ -211,10 +211,7 @@ def failed(what: str, communicator: Any, error: BaseException) -> RuntimeError:
     text = f"collective failed in {what}, on rank {communicator.rank} of {communicator.size}: {type(error).__name__}"
     if str(error) == DESTROYED:
         return RuntimeError(f"sync_batch_norm: {text}: {error}")
-    return RuntimeError(
-        f"sync_batch_norm: {text}: {error}. A peer died, raised an error, was late, or ran different code until the "
-        "timeout; this group can no longer be used"
-    )
+    return RuntimeError(f"sync_batch_norm: {text}: {error}. {CAUSES}. This group can no longer be used")
 
 
 def is_alive(group: Any) -> bool:

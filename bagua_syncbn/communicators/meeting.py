@@ -12,16 +12,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .._groups import text_of_ranks
+from .._groups import CAUSES, text_of_ranks
 
 _log = logging.getLogger("bagua_syncbn")
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
-_CAUSES = (
-    "Likely causes: a rank ended, raised an error, runs different code, or has no such layers (call sync_group on all "
-    "ranks first)"
-)
+_CAUSES = f"{CAUSES}. If it has no such layers, call sync_group on all ranks first"
 
 
 class Meeting:
