@@ -28,6 +28,6 @@ def run_blocks(directory):
 
 def test_the_scripts_of_the_documentation_run(pool, tmp_path):
     done = pool.run(run_blocks, 2, str(tmp_path))
-    pool.close()  # in the previous script's job
+    pool.close()  # these ranks are still in the last script's job
     assert done[0] == done[1] == [block.name for block in blocks_with(NEEDS_BAGUA)]
     assert len(done[0]) >= 2

@@ -1,4 +1,4 @@
-"""An engine with custom groups, like Bagua, accepts its groups, torch's groups and descriptions."""
+"""While an engine such as Bagua runs, layers accept the engine's groups, torch's groups and descriptions."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace

@@ -64,7 +64,7 @@ def test_the_pending_message_on_a_device_is_found_by_its_number():
         for progress, expected in (
             ((sent, sent - 5), f"{forward('b')}, {options}), message 14, which is on the device"),
             ((sent, sent), ""),
-            ((sent + 1, sent), ""),  # includes collectives from other code
+            ((sent + 1, sent), ""),  # other code has sent a collective through this group
         ):
             with patch.object(watch, "nccl_progress", return_value=progress):
                 assert watch.unfinished_message(history, "") == expected

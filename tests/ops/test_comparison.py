@@ -224,7 +224,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("op", "dtype", "fault"), FAULTS, ids=lambda value: getattr(value, "__name__", None))
-def test_faults_that_only_some_inputs_show_are_found(op, dtype, fault):
+def test_a_kernel_that_is_wrong_only_for_special_inputs_is_named(op, dtype, fault):
     assert comparison.find_difference(ops_by(f"batch_norm_{op}", fault), CPU, dtype).startswith(f"batch_norm_{op} for")
 
 

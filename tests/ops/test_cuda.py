@@ -68,7 +68,7 @@ def test_the_merge_of_many_ranks_has_the_same_bits_in_any_order(emulated, ranks)
 @pytest.mark.parametrize(("channels", "momentum", "skips", "launches"), [
     (256, None, True, 1), (257, 0.1, False, 1), (257, None, False, 2), (257, 0.1, True, 2),
 ])  # fmt: skip
-def test_a_merge_launches_a_second_kernel_if_several_blocks_share_the_counter_or_a_check(
+def test_a_merge_is_one_kernel_unless_its_blocks_wait_for_each_other(
     emulated, library, channels, momentum, skips, launches
 ):
     rows, buffers = torch.ones(2, 2 * channels + 2), [*torch.rand(2, channels).unbind(), torch.tensor(4)]

@@ -130,7 +130,7 @@ def test_different_headers_in_backward_sums_are_found(ops, shape):
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 2**29), (2**24 - 1, 2**29 - 1), (1, 0)])
-def test_counts_are_exact_up_to_the_largest_valid_count(ops, low, high):
+def test_float64_rows_hold_exact_counts_up_to_the_largest_valid_count(ops, low, high):
     rows = gathered(ops, [], [], dtype=torch.float64)
     rows[0, -2], rows[0, -1] = low, high
     assert ops.batch_norm_gather_stats(rows, None, None, None, None, 1e-5)[2] == low + high * 2**24 + 12

@@ -47,7 +47,7 @@ def test_stats_by_hand():
 
 
 @pytest.mark.parametrize(("count", "masked"), [*((count, 0) for count in (0, 7, 2**24 - 1, 2**24)), (2**24 + 1, 5)])
-def test_counts_are_exact(count, masked):
+def test_float32_rows_hold_exact_counts_of_values(count, masked):
     mask = torch.arange(count + masked).unsqueeze(0) >= masked if masked else None
     packed = ops.batch_norm_stats(torch.zeros((), dtype=torch.float16).expand(1, 1, count + masked), mask=mask)
     assert packed.dtype == torch.float32
