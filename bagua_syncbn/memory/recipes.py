@@ -129,8 +129,8 @@ def _note_output(
     """
     if norm.exchange is None or norm.statistics is None or output.grad_fn is None or residual is not None:
         return
-    hooks = saving_hooks()
-    if hooks is None or hooks[0] is not _pack or _recipe_of(input) is not None:
+    saving = saving_hooks()
+    if saving is None or saving[0] is not _pack or _recipe_of(input) is not None:
         return
     # Copies, because parameters may change before backward, and sharded parameters are freed after forward.
     weight, bias = (None if parameter is None else parameter.detach().clone() for parameter in (weight, bias))

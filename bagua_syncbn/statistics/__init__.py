@@ -4,7 +4,7 @@ from . import sharded  # noqa: F401  # computes calls with DTensors
 from .accumulation import accumulate_statistics
 from .freezing import freeze_statistics, unfreeze_statistics
 from .masked import masked
-from .merging import merge_statistics
+from .model_merge import merge_statistics
 from .over_ranks import mean_over_ranks
 from .recalibration import recalibrate_statistics
 

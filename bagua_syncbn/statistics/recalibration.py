@@ -17,7 +17,7 @@ from ..conversion.dry_run import batch_loop, dry_run
 from ..conversion.models import attached
 from ..sync_batchnorm import SyncBatchNorm
 from .accumulation import Accumulation
-from .merging import layers_with_statistics, merged_over_ranks
+from .model_merge import layers_with_statistics, merged_over_ranks
 from .over_ranks import sum_over_ranks
 
 _NAME = "recalibrate_statistics"
