@@ -80,7 +80,8 @@ def choose_archs() -> list[str]:
     if refused := [arch for arch in archs if not re.fullmatch(f"({'|'.join(known)})[af]?", arch)]:
         raise SystemExit(
             f"{variable}: expected compute capabilities such as 80;90, 9.0 or sm_90a, of those that nvcc knows "
-            f"({', '.join(known)}), got {', '.join(refused)}"
+            f"({', '.join(known)}), got {', '.join(refused)}; set BAGUA_SYNCBN_CUDA_ARCHS, or for CPU kernels only "
+            "BAGUA_SYNCBN_BUILD=cpu"
         )
     return sorted(archs, key=lambda arch: (int(arch.rstrip("af")), arch))
 
@@ -143,7 +144,6 @@ version = runpy.run_path(str(TORCH / "version.py")) if TORCH else {}
 CXX, CXX_VERSION = find_tool("CXX", "g++", "clang++") if LINUX else ([], None)
 nvccs = f"{os.environ.get('CUDA_HOME', '')}/bin/nvcc", "nvcc", "/usr/local/cuda/bin/nvcc"
 NVCC, NVCC_VERSION = find_tool("NVCC", *nvccs) if LINUX and FORCED in (None, "cuda") else ([], None)
-ARCHS = choose_archs() if NVCC else []
 # With a CPU build of torch, CUDA kernels are useful only on other machines. ROCm's torch would pass AMD tensors, which
 # it calls "cuda", to these kernels.
 elsewhere = FORCED == "cuda" or os.environ.get("BAGUA_SYNCBN_CUDA_ARCHS", "native") not in ("", "native")
@@ -152,8 +152,10 @@ usable = version.get("cuda") or (elsewhere and not version.get("hip"))
 needs = *unmet("torch", (2, 10), version.get("__version__")), *["compiler"] * (not CXX)
 # Free-threaded CPython has no stable ABI.
 for_cpu = [*needs, *["Python with the GIL"] * bool(sysconfig.get_config_var("Py_GIL_DISABLED"))] if LINUX else ["Linux"]
-for_cuda = ["torch for CUDA"] * (not usable) + unmet("nvcc", (12, 4), NVCC_VERSION) + ["GPU"] * bool(NVCC and not ARCHS)
-LACKS = {"python": [], "cpu": for_cpu, "cuda": for_cpu + for_cuda}
+for_cuda = [*for_cpu, *["torch for CUDA"] * (not usable), *unmet("nvcc", (12, 4), NVCC_VERSION)]
+# TORCH_CUDA_ARCH_LIST, set for other packages, is ignored if CUDA kernels cannot be built.
+ARCHS = [] if for_cuda else choose_archs()
+LACKS = {"python": [], "cpu": for_cpu, "cuda": for_cuda or ["GPU"] * (not ARCHS)}
 if FORCED not in (None, *LACKS):
     raise SystemExit(f"BAGUA_SYNCBN_BUILD: expected one of {', '.join(LACKS)}, got {FORCED!r}")
 KIND = FORCED or next(kind for kind in reversed(LACKS) if not LACKS[kind])

@@ -116,13 +116,17 @@ CPU_TORCH, ROCM_TORCH = {"cuda": None}, {"cuda": None, "hip": "6.4"}
     # CUDA kernels are built for a CPU build of torch only on request (for another machine), and never for ROCm.
     ({}, CPU_TORCH, "13.0", "cpu: no torch for CUDA"),
     ({"BAGUA_SYNCBN_CUDA_ARCHS": ""}, CPU_TORCH, "13.0", "cpu: no torch for CUDA"),
-    ({"BAGUA_SYNCBN_CUDA_ARCHS": "native"}, CPU_TORCH, "13.0", "cpu: no torch for CUDA and no GPU"),
+    ({"BAGUA_SYNCBN_CUDA_ARCHS": "native"}, CPU_TORCH, "13.0", "cpu: no torch for CUDA"),
     ({"BAGUA_SYNCBN_CUDA_ARCHS": "all"}, CPU_TORCH, "13.0", "cuda: found all tools"),
     ({"BAGUA_SYNCBN_BUILD": "cuda"}, CPU_TORCH, "13.0", "cuda: BAGUA_SYNCBN_BUILD=cuda"),
     ({"BAGUA_SYNCBN_CUDA_ARCHS": "all"}, ROCM_TORCH, "13.0", "cpu: no torch for CUDA"),
     ({"BAGUA_SYNCBN_BUILD": "cuda"}, ROCM_TORCH, "13.0", "BAGUA_SYNCBN_BUILD=cuda needs torch for CUDA"),
     ({"BAGUA_SYNCBN_BUILD": "cuda"}, {}, None, "BAGUA_SYNCBN_BUILD=cuda needs nvcc 12.4 or later"),
     ({"BAGUA_SYNCBN_BUILD": "cpu", "CXX": "no-such-compiler"}, {}, None, "BAGUA_SYNCBN_BUILD=cpu needs compiler"),
+    # The variable of other packages does not matter without CUDA kernels.
+    ({"TORCH_CUDA_ARCH_LIST": "7.0 Ampere"}, CPU_TORCH, "13.0", "cpu: no torch for CUDA"),
+    ({"TORCH_CUDA_ARCH_LIST": "7.0 Ampere", "CXX": "no-such-compiler"}, {}, "13.0", "python: no compiler"),
+    ({"TORCH_CUDA_ARCH_LIST": "7.0 Ampere", "BAGUA_SYNCBN_BUILD": "cpu"}, {}, "13.0", "cpu: BAGUA_SYNCBN_BUILD=cpu"),
     ({"BAGUA_SYNCBN_BUILD": "gpu"}, {}, None, "BAGUA_SYNCBN_BUILD: expected one of python, cpu, cuda, got 'gpu'"),
 ], ids=str)  # fmt: skip
 def test_tools_decide_the_build_and_a_forced_build_names_missing_tools(
@@ -178,7 +182,7 @@ def cuda_tools(tmp_path):
     ("", "", "7.0 8.0;9.0a+PTX", "70, 80, 90a"),
     ("", "foo", "", "BAGUA_SYNCBN_CUDA_ARCHS: expected .*such as 80;90, .*70, 80, 89, 90, 120[)], got foo"),
     ("", "80;75", "", "BAGUA_SYNCBN_CUDA_ARCHS: expected .*, got 75"),
-    ("", "", "Hopper", "TORCH_CUDA_ARCH_LIST: expected .*, got hopper"),
+    ("", "", "Hopper", "TORCH_CUDA_ARCH_LIST: expected .*hopper; set BAGUA_SYNCBN_CUDA_ARCHS, or .*BAGUA_SYNCBN_BUILD=cpu"),
 ])  # fmt: skip
 def test_architectures_are_those_of_local_gpus_or_of_a_variable(
     checkout, tmp_path, cuda_tools, seen, ours, torchs, archs
