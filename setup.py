@@ -9,6 +9,7 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -31,22 +32,34 @@ CXX_FLAGS += ["-fno-math-errno", "-Wno-unknown-warning-option", "-Wno-uninitiali
 NVCC_FLAGS = ["-std=c++17", "-O3", "--cudart=static", "-Xcompiler=-fPIC,-fvisibility=hidden"]
 
 
-def output_of(command: list[str | Path], environment: dict[str, str] | None = None) -> list[str]:
-    """Returns the lines that `command` prints, or [] if it fails."""
+def run(command: list[str | Path], environment: dict[str, str] | None = None) -> tuple[list[str], str]:
+    """Returns the lines that `command` prints and "", or [] and an error."""
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return done.stdout.splitlines()
+    except subprocess.CalledProcessError as error:
+        return [], error.stderr.strip() or str(error)
+    except (OSError, subprocess.SubprocessError) as error:
+        return [], str(error)
+    return done.stdout.splitlines(), ""
 
 
 def find_tool(variable: str, *names: str) -> tuple[list[str], str | None]:
-    """Returns the command in environment variable `variable`, else the first of `names` that runs, and its version."""
-    for name in [os.environ[variable]] if variable in os.environ else names:
-        lines = output_of([*shlex.split(name), "--version"])
-        if lines:
-            return shlex.split(name), next((line for line in lines if "release" in line), lines[0])
-    return [], None
+    """Returns the command in environment variable `variable`, else the first of `names` that runs or at least exists,
+    and its version."""
+    given = [os.environ[variable]] if variable in os.environ else names
+    commands = [command for command in map(shlex.split, given) if shutil.which(command[0])]
+    printed = [(command, run([*command, "--version"])[0]) for command in commands]
+    command, lines = max(printed, key=lambda each: bool(each[1]), default=([], []))
+    return command, next((line for line in lines if "release" in line), lines[0] if lines else None)
+
+
+def failing(tool: str, command: list[str | Path]) -> list[str]:
+    """Returns [] if `command` succeeds, else [`tool` and the error; the first line suffices as a reason]."""
+    lines = run(command)[1].splitlines()
+    if not lines:
+        return []
+    first = next((line for line in lines if "error" in line), lines[0])
+    return ["\n".join([f"{tool} ({first})", *lines])]
 
 
 def find_torch() -> Path | None:
@@ -61,7 +74,7 @@ def find_torch() -> Path | None:
     folders = [*os.get_exec_path(), ROOT / ".venv" / "bin"]
     code = "from importlib.util import find_spec; print(find_spec('torch').origin)"
     pythons = sys.executable, *(Path(folder, "python3") for folder in folders)
-    found = (line for python in pythons for line in output_of([python, "-c", code], outside))
+    found = (line for python in pythons for line in run([python, "-c", code], outside)[0])
     return next((Path(line).parent for line in found), None)
 
 
@@ -69,10 +82,10 @@ def choose_archs() -> list[str]:
     """Returns the compute capabilities to compile for, such as "80" and "90a"."""
     variable = next(filter(os.environ.get, ("BAGUA_SYNCBN_CUDA_ARCHS", "TORCH_CUDA_ARCH_LIST")), "")
     chosen = os.environ.get(variable, "").lower()
-    known = re.findall(r"sm_(\d+)", " ".join(output_of([*NVCC, "--list-gpu-code"]))) or CUDA_ARCHS
+    known = re.findall(r"sm_(\d+)", " ".join(run([*NVCC, "--list-gpu-code"])[0])) or CUDA_ARCHS
     if chosen in ("", "all", "native"):
         query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-        here = {line.replace(".", "") for line in output_of(query)} if chosen != "all" else set()
+        here = {line.replace(".", "") for line in run(query)[0]} if chosen != "all" else set()
         if chosen == "native" and not here:
             return []
         return [arch for arch in known if arch in here] or [arch for arch in CUDA_ARCHS if arch in known]
@@ -93,27 +106,30 @@ def unmet(name: str, oldest: tuple[int, int], version: str | None) -> list[str]:
     return [] if met else [f"{name} {oldest[0]}.{oldest[1]} or later" + (f" (found {found[0]})" if found else "")]
 
 
-def nvcc_flags() -> list[str]:
-    """Returns flags for machine code for ``ARCHS``, and for PTX, which drivers compile for newer GPUs.
+def cpp_command() -> list[str]:
+    """Returns the compiler with its flags; BAGUA_SYNCBN_CXXFLAGS is last, to override earlier flags."""
+    # Without links, because a compiler cache compares paths.
+    headers = [f"-isystem{(TORCH / 'include').resolve()}", f"-I{sysconfig.get_path('include')}"]
+    return [*CXX, *CXX_FLAGS, *STABLE_ABI, *headers, *EXTRA_FLAGS]
+
+
+def cuda_command() -> list[str]:
+    """Returns nvcc with flags for machine code for ``ARCHS``, and for PTX, which drivers compile for newer GPUs.
 
     The PTX is for at most 90, so that it covers all newer GPUs.
     """
     ptx = min(90, int(ARCHS[-1].rstrip("af")))
     codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHS]
-    return [*NVCC_FLAGS, *codes, f"-gencode=arch=compute_{ptx},code=compute_{ptx}"]
+    return [*NVCC, *NVCC_FLAGS, *codes, f"-gencode=arch=compute_{ptx},code=compute_{ptx}"]
 
 
 class BuildKernels(build_ext):
     """Compiles the sources in parallel, .cpp with the C++ compiler and .cu with nvcc, and links them."""
 
     def build_extension(self, ext: Extension) -> None:
-        extra = shlex.split(os.environ.get("BAGUA_SYNCBN_CXXFLAGS", ""))  # last, to override earlier flags
-        # Without links, because a compiler cache compares paths.
-        headers = [f"-isystem{(TORCH / 'include').resolve()}", f"-I{sysconfig.get_path('include')}"]
-        cpp = [*CXX, *CXX_FLAGS, *STABLE_ABI, *headers, *extra]
-        cuda, linker = [], [*CXX, *extra]
+        cpp, cuda, linker = cpp_command(), [], [*CXX, *EXTRA_FLAGS]
         if KIND == "cuda":  # links with nvcc, which finds its static runtime
-            cuda, linker = [*NVCC, *nvcc_flags()], [*NVCC, "--cudart=static", *(f"-Xcompiler={flag}" for flag in extra)]
+            cuda, linker = cuda_command(), [*NVCC, "--cudart=static", *(f"-Xcompiler={flag}" for flag in EXTRA_FLAGS)]
 
         def compile(source: str) -> str:
             target = Path(self.build_temp, f"{source}.o")
@@ -137,6 +153,7 @@ class BuildPackage(build_py):
         package.joinpath("build_info.json").write_text(json.dumps(INFO, indent=2) + "\n")
 
 
+EXTRA_FLAGS = shlex.split(os.environ.get("BAGUA_SYNCBN_CXXFLAGS", ""))
 LINUX, FORCED = sys.platform == "linux", os.environ.get("BAGUA_SYNCBN_BUILD")
 TORCH = find_torch() if LINUX else None
 version = runpy.run_path(str(TORCH / "version.py")) if TORCH else {}
@@ -149,10 +166,15 @@ NVCC, NVCC_VERSION = find_tool("NVCC", *nvccs) if LINUX and FORCED in (None, "cu
 elsewhere = FORCED == "cuda" or os.environ.get("BAGUA_SYNCBN_CUDA_ARCHS", "native") not in ("", "native")
 usable = version.get("cuda") or (elsewhere and not version.get("hip"))
 # Other systems need different flags, and often do not have the compiler that torch was built with.
-needs = *unmet("torch", (2, 10), version.get("__version__")), *["compiler"] * (not CXX)
+for_cpu = [*unmet("torch", (2, 10), version.get("__version__")), *["compiler"] * (not CXX)] if LINUX else ["Linux"]
 # Free-threaded CPython has no stable ABI.
-for_cpu = [*needs, *["Python with the GIL"] * bool(sysconfig.get_config_var("Py_GIL_DISABLED"))] if LINUX else ["Linux"]
+for_cpu += ["Python with the GIL"] * bool(LINUX and sysconfig.get_config_var("Py_GIL_DISABLED"))
+if not for_cpu and FORCED != "python":
+    oldest = "working compiler for C++17, GCC 11 or clang 13 or later"  # the oldest that were tried
+    for_cpu = failing(oldest, [*cpp_command(), "-fsyntax-only", "csrc/module.cpp"])
 for_cuda = [*for_cpu, *["torch for CUDA"] * (not usable), *unmet("nvcc", (12, 4), NVCC_VERSION)]
+if not for_cuda:  # preprocesses only: nvcc refuses headers of compilers that it does not support
+    for_cuda = failing("working nvcc", [*NVCC, *NVCC_FLAGS, "-E", "csrc/cuda/stats.cu"])
 # TORCH_CUDA_ARCH_LIST, set for other packages, is ignored if CUDA kernels cannot be built.
 ARCHS = [] if for_cuda else choose_archs()
 LACKS = {"python": [], "cpu": for_cpu, "cuda": for_cuda or ["GPU"] * (not ARCHS)}
@@ -161,8 +183,9 @@ if FORCED not in (None, *LACKS):
 KIND = FORCED or next(kind for kind in reversed(LACKS) if not LACKS[kind])
 if LACKS[KIND]:
     hint = "; if torch is installed, activate its environment or pass --no-build-isolation" * (LINUX and not TORCH)
-    raise SystemExit(f"BAGUA_SYNCBN_BUILD={KIND} needs {' and '.join(LACKS[KIND])}{hint}")
-lacks = next(filter(None, LACKS.values()), [])
+    needed = " and ".join(LACKS[KIND])
+    raise SystemExit(f"BAGUA_SYNCBN_BUILD={KIND} needs {needed}\nBAGUA_SYNCBN_BUILD=python needs no tools{hint}")
+lacks = [lack.splitlines()[0] for lack in next(filter(None, LACKS.values()), [])]
 REASON = f"BAGUA_SYNCBN_BUILD={KIND}" if FORCED else f"no {' and no '.join(lacks)}" if lacks else "found all tools"
 INFO = {
     "build": KIND,

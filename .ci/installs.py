@@ -27,7 +27,7 @@ SOURCES += ("Makefile", ".ci", "benchmarks", "examples")  # for commands.py
 FAST_BUILD = {"BAGUA_SYNCBN_CUDA_ARCHS": "90"}
 if "sccache" not in os.environ.get("CXX", ""):  # in .ci/run, the cache has the objects of an optimized build
     FAST_BUILD["BAGUA_SYNCBN_CXXFLAGS"] = "-O0"
-NO_COMPILER = {"CXX": "no-such-compiler"}
+NO_COMPILER, OLD_COMPILER = {"CXX": "no-such-compiler"}, {"BAGUA_SYNCBN_CXXFLAGS": "-std=c++11"}
 
 TRAIN = """
 import torch, bagua_syncbn
@@ -70,6 +70,7 @@ INSTALLS = {
     "python": Install("folder", "python", force("python")),
     "editable-python": Install("folder", "python", force("python"), editable=True),
     "no-compiler": Install("folder", "python", NO_COMPILER, lacks="compiler"),
+    "old-compiler": Install("folder", "python", OLD_COMPILER, lacks="working compiler for C++17"),
     "no-torch": Install("sdist", "python", {"PATH": os.defpath}, lacks="torch"),
 }
 

@@ -25,6 +25,7 @@ def checkout(tmp_path):
     package.mkdir()
     for name in ("__init__.py", "version.py"):
         shutil.copy(ROOT / "bagua_syncbn" / name, package)
+    write_tool(tmp_path / "bin" / "g++", "echo a compiler")  # that accepts any source
     return tmp_path
 
 
@@ -56,7 +57,8 @@ ENVIRONMENT = {
 def decide(checkout, platform=sys.platform, python=sys.executable, isolated="", also=(), **environment):
     """Runs setup.py without compiling, then the commands ``also``. Returns exit status, output and build_info.json."""
     given = platform, python, isolated, "setup.py", "build_py", "--build-lib", "lib", *also
-    result = run_fresh(SETUP, str(checkout), json.dumps(ENVIRONMENT | environment), *given)
+    tools = {"PATH": f"{checkout}/bin:{os.environ['PATH']}"}
+    result = run_fresh(SETUP, str(checkout), json.dumps(ENVIRONMENT | tools | environment), *given)
     recorded = checkout / "lib" / "bagua_syncbn" / "build_info.json"
     return (
         result.returncode,
@@ -161,6 +163,39 @@ def test_the_compiler_may_have_a_launcher(checkout, tmp_path):
     assert decide(checkout, CXX=f"{launcher} g++ -m64", BAGUA_SYNCBN_BUILD="cpu")[2] == expected != {}
 
 
+COMPILER, OLD_NVCC = (
+    "working compiler for C++17, GCC 11 or clang 13 or later",
+    """
+case "$*" in *-E*) echo "#error GNU version" >&2; exit 1; esac; echo release 13.0, V13
+""",
+)
+OLD_COMPILER = """
+case "$*" in *-std=c++17*) echo "In file f.cpp:
+f.cpp:1: error: expected C++03
+see --help" >&2; exit 1; esac; echo g++ 4.8
+"""
+
+
+@pytest.mark.parametrize(("build", "tool", "script", "lacks"), [
+    ("cpu", "g++", OLD_COMPILER, f"{COMPILER} (f.cpp:1: error: expected C++03)"),
+    ("cpu", "g++", "echo no libmpfr.so >&2; exit 127", f"{COMPILER} (no libmpfr.so)"),
+    ("cpu", "g++", f'exec {shutil.which("g++")} "$@" -std=c++11', f"{COMPILER} ("),
+    ("cuda", "nvcc", OLD_NVCC, "working nvcc (#error GNU version)"),
+], ids=["old", "broken", "real", "nvcc"])  # fmt: skip
+def test_a_compiler_that_fails_is_not_used_and_its_error_is_shown(checkout, build, tool, script, lacks):
+    write_tool(checkout / "bin" / tool, script)
+    given = {"BAGUA_SYNCBN_CUDA_ARCHS": "80"} if build == "cuda" else NO_NVCC
+    status, output, info = decide(checkout, **given)
+    assert (status, info["build"]) == (0, "python" if build == "cpu" else "cpu"), output
+    assert info["build_reason"].startswith(f"no {lacks}")
+    assert "\n" not in info["build_reason"]
+    status, output, _ = decide(checkout, **given, BAGUA_SYNCBN_BUILD=build)
+    assert status != 0
+    assert f"BAGUA_SYNCBN_BUILD={build} needs {lacks}" in output
+    assert output.endswith("\nBAGUA_SYNCBN_BUILD=python needs no tools\n")
+    assert script != OLD_COMPILER or "\nsee --help\n" in output  # all lines of the compiler
+
+
 @pytest.fixture
 def cuda_tools(tmp_path):
     """A fake nvcc that supports some GPUs, and a torch for CUDA."""
@@ -182,7 +217,7 @@ def cuda_tools(tmp_path):
     ("", "", "7.0 8.0;9.0a+PTX", "70, 80, 90a"),
     ("", "foo", "", "BAGUA_SYNCBN_CUDA_ARCHS: expected .*such as 80;90, .*70, 80, 89, 90, 120[)], got foo"),
     ("", "80;75", "", "BAGUA_SYNCBN_CUDA_ARCHS: expected .*, got 75"),
-    ("", "", "Hopper", "TORCH_CUDA_ARCH_LIST: expected .*hopper; set BAGUA_SYNCBN_CUDA_ARCHS, or .*BAGUA_SYNCBN_BUILD=cpu"),
+    ("", "", "Hopper", "TORCH_CUDA_ARCH_LIST: .*, got hopper; set BAGUA_SYNCBN_CUDA_ARCHS, or .*BUILD=cpu"),
 ])  # fmt: skip
 def test_architectures_are_those_of_local_gpus_or_of_a_variable(
     checkout, tmp_path, cuda_tools, seen, ours, torchs, archs
@@ -196,7 +231,7 @@ def test_architectures_are_those_of_local_gpus_or_of_a_variable(
         assert f"for compute capability {archs} and PTX for later ones" in output
     else:
         assert re.search(archs, output)
-        assert (status != 0) == ("expected" in archs)
+        assert (status != 0) == ("got" in archs)
 
 
 def commands_of(checkout, **environment):
@@ -247,6 +282,7 @@ def test_a_python_without_the_gil_is_refused():
     ("no torch 2.10 or later and no compiler", "build them in a checkout: pip install -e [.]$"),
     ("no torch 2.10 or later (found 2.9)", "slower. Once these are installed"),
     ("no compiler", "setup.py found no compiler: "),
+    ("no working compiler for C++17 (Python.h: no such file)", "no working compiler for C[+][+]17 [(]Python.h: .*Once"),
     ("BAGUA_SYNCBN_BUILD=python", None),
     ("no Linux", None),  # nothing helps
 ], ids=str)  # fmt: skip
