@@ -21,7 +21,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).resolve().parent
 CUDA_ARCHS = ["75", "80", "86", "90", "100", "120"]
 # LibTorch's stable ABI as of 2.10 and CPython's as of 3.10: one binary works with these and all later versions.
 STABLE_ABI = ["-DTORCH_TARGET_VERSION=0x020a000000000000", "-DPy_LIMITED_API=0x030a0000"]
@@ -148,8 +148,10 @@ class BuildPackage(build_py):
     """Copies the Python files, and records the kind of build."""
 
     def run(self) -> None:
+        package = Path(ROOT if self.editable_mode else self.build_lib, "bagua_syncbn").resolve()
+        if package.parent != ROOT:  # an earlier build, perhaps with modules that were deleted since
+            shutil.rmtree(package, ignore_errors=True)
         super().run()
-        package = Path(ROOT if self.editable_mode else self.build_lib, "bagua_syncbn")
         package.joinpath("build_info.json").write_text(json.dumps(INFO, indent=2) + "\n")
 
 

@@ -263,6 +263,16 @@ def test_a_build_compiles_its_sources_with_additional_flags_last(checkout, cuda_
     assert all(line.rindex("-O1") > line.index("-O3") for line in commands if ".cpp " in line and " -c " in line)
 
 
+@pytest.mark.parametrize("folder", ["lib", "."])
+def test_a_build_removes_modules_deleted_since_the_last_build_and_no_sources(checkout, folder):
+    old = checkout / "bagua_syncbn" / "old.py"
+    for change in (old.touch, old.unlink):
+        change()
+        decide(checkout, also=["build_py", "--build-lib", folder], BAGUA_SYNCBN_BUILD="python")
+        built = {path.name for path in checkout.glob(f"{folder}/bagua_syncbn/*.py")}
+        assert built == {"__init__.py", "version.py"} | ({"old.py"} if old.exists() else set())
+
+
 def test_a_free_threaded_python_gets_no_kernels(checkout, monkeypatch):
     """It has no stable ABI."""
     code = SETUP.replace("get_config_vars()", "get_config_vars()['Py_GIL_DISABLED'] = 1")
