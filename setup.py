@@ -36,16 +36,13 @@ def run(command: list[str | Path], environment: dict[str, str] | None = None) ->
     """Returns the lines that `command` prints and "", or [] and an error."""
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
-    except subprocess.CalledProcessError as error:
-        return [], error.stderr.strip() or str(error)
     except (OSError, subprocess.SubprocessError) as error:
-        return [], str(error)
+        return [], str(getattr(error, "stderr", None) or "").strip() or str(error)
     return done.stdout.splitlines(), ""
 
 
 def find_tool(variable: str, *names: str) -> tuple[list[str], str | None]:
-    """Returns the command in environment variable `variable`, else the first of `names` that runs or at least exists,
-    and its version."""
+    """Returns the command in variable `variable`, else the first of `names` that runs or exists, and its version."""
     given = [os.environ[variable]] if variable in os.environ else names
     commands = [command for command in map(shlex.split, given) if shutil.which(command[0])]
     printed = [(command, run([*command, "--version"])[0]) for command in commands]
@@ -56,10 +53,8 @@ def find_tool(variable: str, *names: str) -> tuple[list[str], str | None]:
 def failing(tool: str, command: list[str | Path]) -> list[str]:
     """Returns [] if `command` succeeds, else [`tool` and the error; the first line suffices as a reason]."""
     lines = run(command)[1].splitlines()
-    if not lines:
-        return []
-    first = next((line for line in lines if "error" in line), lines[0])
-    return ["\n".join([f"{tool} ({first})", *lines])]
+    errors = [line for line in lines if "error" in line] or lines
+    return ["\n".join([f"{tool} ({errors[0]})", *lines])] if lines else []
 
 
 def find_torch() -> Path | None:
@@ -114,10 +109,7 @@ def cpp_command() -> list[str]:
 
 
 def cuda_command() -> list[str]:
-    """Returns nvcc with flags for machine code for ``ARCHS``, and for PTX, which drivers compile for newer GPUs.
-
-    The PTX is for at most 90, so that it covers all newer GPUs.
-    """
+    """Returns nvcc with flags for machine code for ``ARCHS``, and for PTX that drivers compile for all newer GPUs."""
     ptx = min(90, int(ARCHS[-1].rstrip("af")))
     codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHS]
     return [*NVCC, *NVCC_FLAGS, *codes, f"-gencode=arch=compute_{ptx},code=compute_{ptx}"]
@@ -203,8 +195,7 @@ print(f"bagua_syncbn: {KIND} build: {REASON}{cards}", flush=True)
 # Starts with the slowest sources, so that none of them is left to compile alone at the end.
 patterns = ["csrc/cpu/loops/*.cpp", "csrc/*.cpp", "csrc/cpu/*.cpp", "csrc/exchange/*.cpp"] if KIND != "python" else []
 patterns += ["csrc/cuda/*.cu", "csrc/cuda/torch/*.cpp"] if KIND == "cuda" else []
-paths = [path for pattern in patterns for path in sorted(ROOT.glob(pattern))]
-sources = [str(path.relative_to(ROOT)) for path in paths]
+sources = [str(path.relative_to(ROOT)) for pattern in patterns for path in sorted(ROOT.glob(pattern))]
 setup(
     ext_modules=[Extension("bagua_syncbn._C", sources, py_limited_api=True)] if sources else [],
     cmdclass={"build_ext": BuildKernels, "build_py": BuildPackage},
