@@ -43,7 +43,7 @@ def run(command: list[str | Path], environment: dict[str, str] | None = None) ->
 
 def find_tool(variable: str, *names: str) -> tuple[list[str], str | None]:
     """Returns the command in variable `variable`, else the first of `names` that runs or exists, and its version."""
-    given = [os.environ[variable]] if variable in os.environ else names
+    given = [os.environ[variable]] if os.environ.get(variable) else names
     commands = [command for command in map(shlex.split, given) if shutil.which(command[0])]
     printed = [(command, run([*command, "--version"])[0]) for command in commands]
     command, lines = max(printed, key=lambda each: bool(each[1]), default=([], []))
@@ -148,7 +148,7 @@ class BuildPackage(build_py):
 
 
 EXTRA_FLAGS = shlex.split(os.environ.get("BAGUA_SYNCBN_CXXFLAGS", ""))
-LINUX, FORCED = sys.platform == "linux", os.environ.get("BAGUA_SYNCBN_BUILD")
+LINUX, FORCED = sys.platform == "linux", os.environ.get("BAGUA_SYNCBN_BUILD") or None
 TORCH = find_torch() if LINUX else None
 version = runpy.run_path(str(TORCH / "version.py")) if TORCH else {}
 # Only on Linux: on macOS without Xcode, calling the compiler opens a dialog.

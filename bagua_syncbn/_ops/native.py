@@ -10,14 +10,14 @@ from .._warnings import warn
 from .gather_stats import this_thread
 
 _LIBRARY = "bagua_syncbn._C"
-WANTED = os.environ.get("BAGUA_SYNCBN_KERNELS", "native")
+WANTED = os.environ.get("BAGUA_SYNCBN_KERNELS") or "native"
 """``"native"``, ``"aten"`` for ATen's kernels instead of native ones on CUDA, or ``"reference"`` for plain torch."""
 
 
 def _load() -> str:
     if WANTED not in ("native", "aten", "reference"):
         raise ImportError(f'BAGUA_SYNCBN_KERNELS: expected "native", "aten" or "reference", got {WANTED!r}')
-    capability = os.environ.get("BAGUA_SYNCBN_CPU_CAPABILITY", "baseline")
+    capability = os.environ.get("BAGUA_SYNCBN_CPU_CAPABILITY") or "baseline"
     if capability not in ("avx512", "avx2", "baseline"):
         raise ImportError(f'BAGUA_SYNCBN_CPU_CAPABILITY: expected "avx512", "avx2" or "baseline", got {capability!r}')
     if WANTED == "reference":

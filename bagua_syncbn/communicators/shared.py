@@ -25,7 +25,7 @@ from .meeting import Meeting, host_name
 
 _log = logging.getLogger("bagua_syncbn")
 
-_WANTED = os.environ.get("BAGUA_SYNCBN_EXCHANGE", "shared")
+_WANTED = os.environ.get("BAGUA_SYNCBN_EXCHANGE") or "shared"
 if _WANTED not in ("shared", "collectives"):
     raise ImportError(f'BAGUA_SYNCBN_EXCHANGE: expected "shared" or "collectives", got {_WANTED!r}')
 

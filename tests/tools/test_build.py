@@ -113,6 +113,7 @@ CPU_TORCH, ROCM_TORCH = {"cuda": None}, {"cuda": None, "hip": "6.4"}
     ({}, {"version": "2.9.1"}, "13.0", "python: no torch 2.10 or later (found 2.9)"),
     ({"BAGUA_SYNCBN_BUILD": "python"}, {}, None, "python: BAGUA_SYNCBN_BUILD=python"),
     ({}, {}, None, "cpu: no nvcc 12.4 or later"),
+    ({"BAGUA_SYNCBN_BUILD": "", "CXX": ""}, {}, None, "cpu: no nvcc 12.4 or later"),
     ({}, {}, "12.3", "cpu: no nvcc 12.4 or later (found 12.3)"),
     ({}, {}, "12.4", "cuda: found all tools"),
     # CUDA kernels are built for a CPU build of torch only on request (for another machine), and never for ROCm.
@@ -201,7 +202,7 @@ def cuda_tools(tmp_path):
     """A fake nvcc that supports some GPUs, and a torch for CUDA."""
     known = '[ "$1" = --list-gpu-code ] && echo sm_70 sm_80 sm_89 sm_90 sm_120 || echo release 12.8'
     write_tool(tmp_path / "cuda" / "bin" / "nvcc", known)
-    return write_torch(tmp_path) | {"CUDA_HOME": str(tmp_path / "cuda")}
+    return write_torch(tmp_path) | {"CUDA_HOME": str(tmp_path / "cuda"), "NVCC": ""}
 
 
 # Output of nvidia-smi, the two variables, and the architectures or a text in the output.

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,8 @@ import bagua_syncbn
 from bagua_syncbn import __main__
 from bagua_syncbn.__main__ import collect_info
 from tests.helpers.workers import run_fresh
+
+ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
 import runpy, sys, torch, bagua_syncbn
@@ -61,11 +64,24 @@ def test_each_card_is_reported_with_the_result_of_the_comparison_or_its_error(mo
     assert third == "cuda:2: H100 2, sm_92: native"  # nothing was compared
 
 
-@pytest.mark.parametrize("variable", ["KERNELS", "EXCHANGE", "CPU_CAPABILITY"])
+VARIABLES = "KERNELS", "EXCHANGE", "CPU_CAPABILITY"
+
+
+@pytest.mark.parametrize("variable", VARIABLES)
 def test_an_environment_variable_with_an_unknown_value_is_refused(variable):
+    """The error names the values that docs/building.md documents."""
     done = run_fresh("import bagua_syncbn", **{f"BAGUA_SYNCBN_{variable}": "sse9"})
-    assert f"ImportError: BAGUA_SYNCBN_{variable}: expected " in done.stderr
     assert done.stderr.endswith(", got 'sse9'\n")
+    error = done.stderr.splitlines()[-1]
+    assert f"ImportError: BAGUA_SYNCBN_{variable}: expected " in error
+    page = (ROOT / "docs" / "building.md").read_text(encoding="utf-8")
+    assert re.findall(r'"(\w+)"', error) == re.findall(rf"^\| `BAGUA_SYNCBN_{variable}=(\w+)`", page, re.MULTILINE)
+
+
+def test_an_empty_environment_variable_counts_as_unset():
+    code = "from bagua_syncbn import _ops, communicators as c; print(_ops.native.WANTED, c.shared._WANTED)"
+    done = run_fresh(code, **{f"BAGUA_SYNCBN_{variable}": "" for variable in VARIABLES})
+    assert done.stdout == "native shared\n", done.stderr
 
 
 def test_info_explains_why_plain_torch_uses_no_shared_memory(monkeypatch):
