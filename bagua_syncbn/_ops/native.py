@@ -40,11 +40,11 @@ def _warn_without_library(folder: Path) -> None:
         remedy = "Leave that folder to use the installed package, or build the kernels there: pip install -e ."
     else:
         reason = json.loads(record.read_text())["build_reason"]
-        if not reason.startswith("no ") or "Linux" in reason:
+        if not reason.startswith("no ") or reason == "no Linux":
             return
         message = f"was built without native kernels, because setup.py found {reason}"
         remedy = "Once these are installed, build them in a checkout: pip install -e ."
-        if "torch" in reason and "found" not in reason:  # an isolated build does not find every installed torch
+        if reason.startswith("no torch") and "found" not in reason:  # an isolated build does not find every installed torch
             remedy = f"If torch was installed, activate its environment or pass --no-build-isolation. {remedy}"
     warn(
         f"bagua_syncbn {message}: computing in plain torch, several times slower. {remedy}",
