@@ -7,7 +7,7 @@ installs.py. The script fails if a block fails or runs without kernels.
 - ``python`` blocks whose docstring ends with a file name, as in ``\"\"\"torchrun train.py\"\"\"``, are saved to that
   file; the docstring is the command to run.
 - ``<!-- printed -->`` before a ``text`` block: the last command must have printed these lines, in any order.
-- ``make test`` only runs as ``make -n test``, since ``.ci/run`` runs it.
+- ``make test`` only runs as ``make -n test``, since ``.ci/run`` runs it; ``git clone`` does not run.
 - ``<!-- not run: REASON -->`` before a ``bash`` block: only ``make -n`` for its targets.
 """
 
@@ -61,7 +61,8 @@ def type_page(page: Path, checkout: Path, environment: dict[str, str]) -> None:
             for target in re.findall(r"^make (.*)", source, re.M):
                 type_in(checkout, f"make -n {target}", environment)
         elif language == "bash":
-            printed = type_in(checkout, re.sub(r"^make test\b", "make -n test", source, flags=re.M), environment)
+            source = re.sub(r"^make test\b", "make -n test", re.sub(r"^git clone .*\n", "", source), flags=re.M)
+            printed = type_in(checkout, source, environment)
         elif language == "python" and (saved := SAVED.match(source)):
             checkout.joinpath(saved["file"]).write_text(source, encoding="utf-8")
             if saved["command"]:

@@ -130,6 +130,16 @@ def test_the_reference_lists_public_names_and_documents_group_arguments_once():
             assert parameters["process_group"].annotation == bagua_syncbn.ProcessGroupLike, name
 
 
+def test_readme_shows_the_version_and_the_signatures_of_the_layer():
+    page = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"({bagua_syncbn.__version__})" in page
+    layer = bagua_syncbn.SyncBatchNorm
+    for name, function in {"SyncBatchNorm": layer, "forward": layer(1).forward}.items():
+        parameters = inspect.signature(function).parameters.values()
+        bare = inspect.Signature([each.replace(annotation=inspect.Parameter.empty) for each in parameters])
+        assert f"{name}{bare}" in page
+
+
 def test_the_installation_page_shows_all_facts_about_an_installation():
     page = (ROOT / "docs" / "installation.md").read_text(encoding="utf-8")
     assert json.loads(page.split("```json\n")[1].split("```")[0]).keys() == collect_info().keys()
