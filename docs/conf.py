@@ -20,6 +20,11 @@ copybutton_prompt_text = r">>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 
 html_theme = "furo"
+html_theme_options = {
+    "source_repository": "https://github.com/bagua-syncbn/bagua_syncbn",  # for "edit this page"
+    "source_branch": "main",
+    "source_directory": "docs/",
+}
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_title = f"bagua_syncbn {version}"
@@ -43,5 +48,15 @@ def shorten(app, what, name, obj, options, signature, returns):
     return short(signature), short(returns)
 
 
+def break_names(app, page, template, context, doctree):
+    """Allows line breaks after punctuation in the names of tables, so that phones show more columns."""
+
+    def broken(table):
+        return re.sub(r"(?<=\w[._/(=])(?=\w)(?=[^<>]*</span>)", "<wbr>", table[0])
+
+    context["body"] = re.sub(r"<table.*?</table>", broken, context.get("body", ""), flags=re.DOTALL)
+
+
 def setup(app):
+    app.connect("html-page-context", break_names)
     app.connect("autodoc-process-signature", shorten)
