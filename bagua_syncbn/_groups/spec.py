@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any, Protocol, TypeAlias
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -132,6 +133,24 @@ FORKED = (
 )
 
 
+_job_names: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # by default group
+_job_numbers = count(1)
+
+
+class _Job(type):
+    @property
+    def name(cls) -> str:
+        """A name of the running job that no other job of this process has; "" without a job."""
+        job = world()
+        return "" if job is None else _job_names.get(job) or _job_names.setdefault(job, f"job {next(_job_numbers)}")
+
+
+class RunningJob(metaclass=_Job):
+    """Tells compiled code which job runs: torch.compile does not trace a property of a metaclass. Before each call, it
+    compares the property's value.
+    """
+
+
 class GroupSpec:
     """Specification of the ranks that a layer synchronizes with. Pickles contain only the description.
 
@@ -150,9 +169,9 @@ class GroupSpec:
         self.rule = rule
         self.given_communicator = given_communicator
         self.get_given = get_given
-        # None until the running job has created it. torch.compile guards on this attribute.
-        self._communicator: Communicator | None = None
+        self._communicator: Communicator | None = None  # the one of the last job, if this job has created none
         self._job: Callable[[], Any] = lambda: None  # the job that created it
+        self._job_name = ""  # for compiled code
 
     def communicator(self) -> Communicator:
         """Returns the communicator in the running job, or LOCAL without a job. All ranks create it at the first use.
@@ -168,6 +187,8 @@ class GroupSpec:
             if not is_in_job():
                 return LOCAL
             self._create_untraced()
+            if self._job_name != RunningJob.name:  # a guard: later jobs compile again
+                raise RuntimeError(DESTROYED)
             assert self._communicator is not None
             return self._communicator
         return self.communicator_if_ready() or self._ask_engine(creates=True)
@@ -188,14 +209,10 @@ class GroupSpec:
             self._ask_engine(creates=True)
 
     def _ask_engine(self, creates: bool) -> Any:
-        """Returns the engine's communicator, and caches it until the job ends. All ranks must call it to create one.
+        """Returns the engine's communicator, and caches it for this job. All ranks must call it to create one.
 
         Engines that start later do not replace the communicator.
         """
-
-        def clear(_: Any) -> None:
-            self._communicator = None
-
         job, given = world(), None if self.get_given is None else self.get_given()
         if job is None or (self.get_given is not None and given is None):
             if creates:
@@ -204,7 +221,7 @@ class GroupSpec:
         engine = next(engine for engine in reversed(engines) if engine.is_running())
         communicator = engine.communicator_of(self.rule, given, creates)
         if communicator is not None:
-            self._job, self._communicator = ref(job, clear), communicator
+            self._job, self._job_name, self._communicator = ref(job), RunningJob.name, communicator
         return communicator
 
     def size(self) -> int:
