@@ -53,6 +53,12 @@ def timeout_of(group: Any) -> timedelta:
     return next(timeouts, None) or backend_and_store(group)[1].timeout
 
 
+def device_in(group: Any, preferred: torch.device) -> torch.device:
+    """Returns ``preferred`` if the group sends tensors on this type of device, else a device of the group."""
+    kinds = [device.type for device in getattr(group, "_device_types", ())]
+    return preferred if not kinds or preferred.type in kinds else torch.device(kinds[0])
+
+
 def is_gloo_on_cpu(group: Any) -> bool:
     """Returns whether the group sends CPU tensors through gloo."""
     try:

@@ -14,6 +14,7 @@ from .._reliability.unsynchronized import warn_at_launch
 from .._torch.modules import pytree, replicate_in_place
 from ..communicators.torch_engine import torch_group_of
 from ..conversion.models import check_module, is_data_parallel, synchronized_layers
+from ..statistics.over_ranks import meet
 from ..sync_batchnorm import SyncBatchNorm
 from . import engine as bagua
 
@@ -60,7 +61,7 @@ def with_bagua(
         ValueError, KeyError: ``algorithm`` is unknown, or needs Bagua, which does not run the job; this rank is not in
             ``process_group``.
         RuntimeError: ``module`` is data parallel already, or no parameter requires a gradient; ``process_group`` is a
-            BaguaProcessGroup, and Bagua is not initialized.
+            BaguaProcessGroup, and Bagua is not initialized; with torch, another rank makes another call.
 
     Example::
 
@@ -87,6 +88,8 @@ def with_bagua(
             return module
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise RuntimeError("module: expected at least one parameter that requires a gradient, got none")
+    if not by_bagua:
+        meet("with_bagua", module, spec, "before parameters are sent")
     group = bagua.to_bagua_group(spec.process_group) if by_bagua else torch_group_of(spec)
     for layer in layers:
         if layer.process_group is None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .. import _ops as ops
 from .._errors import notifies_peers
-from .._groups import LOCAL, Communicator, ProcessGroupLike, spec_of
+from .._groups import LOCAL, Communicator, GroupSpec, ProcessGroupLike, spec_of
 from .._reliability.faults import differ_text
 from .._reliability.history import history_in
 from .._reliability.protocol import RankExchange, sum_with_header
@@ -17,6 +17,7 @@ from .._reliability.unsynchronized import warn_at_launch
 from .._step.checks import check_is_tensor, check_number, check_tracer, is_distributed
 from .._step.masks import check_mask
 from .._torch.autograd import is_recorded, is_without_data
+from .._torch.process_groups import device_in
 
 _NAME = "mean_over_ranks"
 
@@ -119,6 +120,25 @@ def _check(values: Any, mask: Any, count: Any, gradients: Any) -> None:
             raise ValueError(f"count: expected a finite number of at least 0, got {count}")
     if gradients not in ("averaged", "summed"):
         raise ValueError(f'gradients: expected "averaged" or "summed", got {gradients!r}')
+
+
+def meet(what: str, module: object, spec: GroupSpec, details: str) -> Communicator:
+    """Waits until all ranks of ``spec`` make the call ``what``, like :func:`sum_over_ranks`. Returns the communicator.
+
+    Raises:
+        RuntimeError: a rank did not arrive before the timeout, or makes another call.
+    """
+    try:
+        communicator = spec.communicator()
+    except RuntimeError as error:  # e.g. in the first use of a group
+        raise RuntimeError(f"{what}: {error}") from error
+    model = module if isinstance(module, nn.Module) else None  # the caller then raises on all ranks
+    if communicator.size > 1:
+        tensors = () if model is None else (*model.buffers(), *model.parameters())
+        device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+        device = getattr(communicator, "device", None) or device_in(getattr(communicator, "group", None), device)
+        sum_over_ranks(torch.empty(0, dtype=torch.float64, device=device), communicator, what, model, details)
+    return communicator
 
 
 def sum_over_ranks(

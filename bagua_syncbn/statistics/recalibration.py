@@ -18,7 +18,7 @@ from ..conversion.models import attached
 from ..sync_batchnorm import SyncBatchNorm
 from .accumulation import Accumulation
 from .model_merge import layers_with_statistics, merged_over_ranks
-from .over_ranks import sum_over_ranks
+from .over_ranks import meet
 
 _NAME = "recalibrate_statistics"
 
@@ -81,11 +81,8 @@ def recalibrate_statistics(
         if not isinstance(layer, SyncBatchNorm):
             raise TypeError(f"module: {name_of(layer, name)} is not synchronized; call convert_sync_batchnorm first")
     check_launch(_NAME, spec)
-    communicator = spec.communicator()
-    # An error during the pass reaches only peers that are waiting for a message, so all ranks synchronize first.
-    device_of_ranks = next((layer.running_mean.device for layer in layers.values()), torch.device("cpu"))
-    nothing = torch.empty(0, dtype=torch.float64, device=device_of_ranks)
-    sum_over_ranks(nothing, communicator, _NAME, module, "before its batches")
+    # An error during the pass reaches only peers that are waiting for a message, so all ranks meet first.
+    communicator = meet(_NAME, module, spec, "before its batches")
     with attached(module, _NAME, Accumulation) as found, dry_run(module, set(layers.values())):
         run()
     own = {name: Moments.of_row(found[layer].row[0]) for name, layer in layers.items()}

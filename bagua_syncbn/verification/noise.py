@@ -127,7 +127,8 @@ def measure_batch_noise(
         ValueError: ``samples`` is below 1; ``limit`` is negative or not finite; no layer is in training mode; a layer
             gets fewer than two samples, a mask or a DTensor; both ``device`` and ``forward`` are given;
             ``process_group`` does not fit the job.
-        RuntimeError: another rank raised; ``WORLD_SIZE`` is above 1, but no process group was initialized.
+        RuntimeError: another rank raised, or makes another call; ``WORLD_SIZE`` is above 1, but no process group was
+            initialized.
 
     Warns if a layer has never updated its running statistics.
 
@@ -137,7 +138,7 @@ def measure_batch_noise(
         >>> print(noise.at(2).verdict)
         at 2 samples per rank, batch noise is 52% of the standard deviation in '8': synchronize; above 5% in 3 of 3 ...
     """
-    ranks = Peers("measure_batch_noise", process_group)
+    ranks = Peers("measure_batch_noise", module, process_group)
     ranks.run("the check of arguments", lambda: _check(samples, limit))
     by_rank = ranks.gather(ranks.run("the batches", lambda: _observe(module, batches, forward, device)))
     names = dict.fromkeys(name for own in by_rank for name in own)

@@ -12,7 +12,9 @@ from .._groups import ranks_by_text, spec_of
 from .._reliability.unsynchronized import check_launch
 from .._step.checks import is_distributed
 from .._torch.modules import pytree
+from ..communicators.c10d import failed
 from ..communicators.torch_engine import torch_group_of
+from ..statistics.over_ranks import meet
 
 _T = TypeVar("_T")
 
@@ -20,13 +22,14 @@ _T = TypeVar("_T")
 class Peers:
     """The ranks of a group; only this process if there is no job."""
 
-    def __init__(self, caller: str, process_group: Any) -> None:
-        self._caller = caller
-        self._group = torch_group_of(spec_of(process_group))
-        check_launch(caller, process_group)
+    def __init__(self, caller: str, module: object, process_group: Any) -> None:
+        self._caller, spec = caller, spec_of(process_group)
+        self._group = torch_group_of(spec)
+        check_launch(caller, spec)
         in_job = dist.is_available() and dist.is_initialized()
         self.size = dist.get_world_size(self._group) if in_job else 1
         self.rank = dist.get_rank(self._group) if in_job else 0
+        self._communicator = meet(caller, module, spec, "before its first step")
 
     def run(self, step: str, compute: Callable[[], _T]) -> _T:
         """Returns the result of ``compute`` once it has returned on all ranks.
@@ -54,7 +57,10 @@ class Peers:
         value = pytree.tree_map_only(Tensor, copied, value)
         gathered = [value] * self.size
         if self.size > 1:
-            dist.all_gather_object(gathered, value, group=self._group)
+            try:
+                dist.all_gather_object(gathered, value, group=self._group)
+            except RuntimeError as error:
+                raise failed(self._caller, self._communicator, error) from error
         return gathered
 
     def differing(self, values: dict[str, Any]) -> list[str]:

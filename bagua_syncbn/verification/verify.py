@@ -86,8 +86,8 @@ def verify_synchronization(
             tensor; ``process_group`` has an unsupported type.
         ValueError: ``model`` is in evaluation mode; ``loss`` does not call its first argument; batches cannot be
             merged.
-        RuntimeError: another rank raised; the model cannot be copied; ``WORLD_SIZE`` is above 1, but no process group
-            was initialized.
+        RuntimeError: another rank raised, or makes another call; the model cannot be copied; ``WORLD_SIZE`` is above 1,
+            but no process group was initialized.
 
     Example::
 
@@ -95,7 +95,7 @@ def verify_synchronization(
         >>> print(verdict)
         2 ranks equal one process: 1 output, 1 loss, 6 gradients, 6 buffers
     """
-    ranks = Peers("verify_synchronization", process_group)
+    ranks = Peers("verify_synchronization", model, process_group)
     ranks.run("the check of arguments", lambda: _check(model, loss, merge))
     module = inner_model(model)
     with torch.inference_mode(False), unchanged(module):
