@@ -44,7 +44,7 @@ def _warn_without_library(folder: Path) -> None:
             return
         message = f"was built without native kernels, because setup.py found {reason}"
         remedy = "Once these are installed, build them in a checkout: pip install -e ."
-        if reason.startswith("no torch") and "found" not in reason:  # an isolated build does not find every installed torch
+        if reason.startswith("no torch") and "found" not in reason:  # isolated builds miss some
             remedy = f"If torch was installed, activate its environment or pass --no-build-isolation. {remedy}"
     warn(
         f"bagua_syncbn {message}: computing in plain torch, several times slower. {remedy}",
