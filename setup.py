@@ -17,10 +17,13 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
+import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
+if int(setuptools.__version__.split(".")[0]) < 77:  # pip checks it only in isolated builds
+    raise SystemExit(f"setuptools: expected 77 or later, got {setuptools.__version__}; pip install 'setuptools>=77'")
 ROOT = Path(__file__).resolve().parent
 CUDA_ARCHS = ["75", "80", "86", "90", "100", "120"]
 # LibTorch's stable ABI as of 2.10 and CPython's as of 3.10: one binary works with these and all later versions.

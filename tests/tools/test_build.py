@@ -282,6 +282,15 @@ def test_a_free_threaded_python_gets_no_kernels(checkout, monkeypatch):
     assert [path.name.split("-", 2)[2] for path in checkout.glob("dist/*")] == ["py3-none-any.whl"]
 
 
+def test_old_setuptools_are_refused_before_they_read_the_project(checkout, monkeypatch):
+    code = SETUP.replace("get_config_vars()", "get_config_vars(); setuptools.__version__ = '76.1.0'")
+    monkeypatch.setitem(globals(), "SETUP", code)
+    checkout.joinpath("pyproject.toml").write_text("[unreadable")
+    status, output, _ = decide(checkout)
+    assert status != 0
+    assert output == "setuptools: expected 77 or later, got 76.1.0; pip install 'setuptools>=77'\n"
+
+
 def test_a_python_without_the_gil_is_refused():
     code = "import sys; sys._is_gil_enabled = lambda: False; import bagua_syncbn"
     assert "ImportError: bagua_syncbn needs the GIL" in run_fresh(code).stderr
