@@ -1,4 +1,5 @@
 # Each target creates the environment that it needs in $(VENV).
+SHELL := bash
 
 VENV ?= .venv
 # pip's requirement for torch; `make test TORCH=torch==2.10.0` tests an older version.
@@ -159,7 +160,9 @@ $(VENV)/installed-torch: $(VENV)/bin/python
 
 $(VENV)/installed: $(VENV)/installed-torch $(SOURCES)
 	@echo 'Building the native kernels: a minute on two cores, two more where there is a CUDA card'
-	@BAGUA_SYNCBN_CUDA_ARCHS='$(CUDA_ARCHS)' $(BIN)/python $(PIP_INSTALL) --no-build-isolation --editable .
+	@set -o pipefail; BAGUA_SYNCBN_CUDA_ARCHS='$(CUDA_ARCHS)' $(BIN)/python -m pip install --verbose --no-compile \
+		--no-build-isolation --editable . 2>&1 | tee $(VENV)/install.log | sed -un 's/.*bagua_syncbn: compiled/compiled/p' \
+		|| { cat $(VENV)/install.log; exit 1; }
 	@touch $@
 
 # Tools that need torch at most, so they do not wait for kernels.

@@ -15,6 +15,7 @@ import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 
 import setuptools
@@ -126,10 +127,13 @@ class BuildKernels(build_ext):
         if KIND == "cuda":  # links with nvcc, which finds its static runtime
             cuda, linker = cuda_command(), [*NVCC, "--cudart=static", *(f"-Xcompiler={flag}" for flag in EXTRA_FLAGS)]
 
+        done = count(1)
+
         def compile(source: str) -> str:
             target = Path(self.build_temp, f"{source}.o")
             target.parent.mkdir(parents=True, exist_ok=True)
             self.spawn([*(cuda if source.endswith(".cu") else cpp), "-c", source, "-o", str(target)])
+            print(f"bagua_syncbn: compiled {next(done)} of {len(ext.sources)}\n", end="", flush=True)
             return str(target)
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -236,7 +236,7 @@ def test_architectures_are_those_of_local_gpus_or_of_a_variable(
 
 
 def commands_of(checkout, **environment):
-    """Builds with compilers that only log their arguments. Returns the log's lines."""
+    """Builds with compilers that only log their arguments. Returns the log's lines, and checks the printed progress."""
     log = checkout / "log"
     write_tool(checkout / "c++", f'echo "$@" >>{log}; echo a compiler')
     nvcc = Path(environment["CUDA_HOME"], "bin", "nvcc")
@@ -245,7 +245,10 @@ def commands_of(checkout, **environment):
         checkout, also=["build_ext", "--build-temp", "temp"], CXX=f"{checkout}/c++", **environment
     )
     assert status == 0, output
-    return [line for line in log.read_text().splitlines() if not line.startswith("--")]
+    lines = [line for line in log.read_text().splitlines() if not line.startswith("--")]
+    files = sum(" -c " in line for line in lines)
+    assert all(f"bagua_syncbn: compiled {number} of {files}\n" in output for number in range(1, files + 1))
+    return lines
 
 
 @pytest.mark.parametrize(("archs", "ptx"), [("80;90a", "90"), ("70;80", "80"), ("120", "90")])
