@@ -19,7 +19,6 @@ from itertools import count
 from pathlib import Path
 
 import setuptools
-from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
@@ -70,9 +69,8 @@ def find_torch() -> Path | None:
     if spec := find_spec("torch"):
         return Path(spec.origin).parent
     outside = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONNOUSERSITE")}
-    folders = [*os.get_exec_path(), ROOT / ".venv" / "bin"]
     code = "from importlib.util import find_spec; print(find_spec('torch').origin)"
-    pythons = sys.executable, *(Path(folder, "python3") for folder in folders)
+    pythons = sys.executable, *(Path(folder, "python3") for folder in [*os.get_exec_path(), ROOT / ".venv" / "bin"])
     found = (line for python in pythons for line in run([python, "-c", code], outside)[0])
     return next((Path(line).parent for line in found), None)
 
@@ -120,9 +118,15 @@ def cuda_command() -> list[str]:
 
 
 class BuildKernels(build_ext):
-    """Compiles the sources in parallel, .cpp with the C++ compiler and .cu with nvcc, and links them."""
+    """Compiles the sources in parallel, .cpp with the C++ compiler and .cu with nvcc, links them, and records them."""
 
-    def build_extension(self, ext: Extension) -> None:
+    def run(self) -> None:
+        super().run()
+        package = Path(ROOT if self.inplace or self.editable_mode else self.build_lib, "bagua_syncbn")
+        sources = runpy.run_path(str(ROOT / "bagua_syncbn" / "_sources.py"))["digest_of"](ROOT)
+        package.joinpath("build_info.json").write_text(json.dumps({**INFO, "build_sources": sources}, indent=2) + "\n")
+
+    def build_extension(self, ext: setuptools.Extension) -> None:
         cpp, cuda, linker = cpp_command(), [], [*CXX, *EXTRA_FLAGS]
         if KIND == "cuda":  # links with nvcc, which finds its static runtime
             cuda, linker = cuda_command(), [*NVCC, "--cudart=static", *(f"-Xcompiler={flag}" for flag in EXTRA_FLAGS)]
@@ -176,16 +180,15 @@ if not for_cpu and FORCED != "python":
 for_cuda = [*for_cpu, *["torch for CUDA"] * (not usable), *unmet("nvcc", (12, 4), NVCC_VERSION)]
 if not for_cuda:  # preprocesses only: nvcc refuses headers of compilers that it does not support
     for_cuda = failing("working nvcc", [*NVCC, *NVCC_FLAGS, "-E", "csrc/cuda/stats.cu"])
-# TORCH_CUDA_ARCH_LIST, set for other packages, is ignored if CUDA kernels cannot be built.
-ARCHS = [] if for_cuda else choose_archs()
+ARCHS = [] if for_cuda else choose_archs()  # without CUDA kernels, TORCH_CUDA_ARCH_LIST is for other packages
 LACKS = {"python": [], "cpu": for_cpu, "cuda": for_cuda or ["GPU"] * (not ARCHS)}
 if FORCED not in (None, *LACKS):
     raise SystemExit(f"BAGUA_SYNCBN_BUILD: expected one of {', '.join(LACKS)}, got {FORCED!r}")
 KIND = FORCED or next(kind for kind in reversed(LACKS) if not LACKS[kind])
-if LACKS[KIND]:
+if missing := LACKS[KIND]:
     hint = "; if torch is installed, activate its environment or pass --no-build-isolation" * (LINUX and not TORCH)
-    needed = " and ".join(LACKS[KIND])
-    raise SystemExit(f"BAGUA_SYNCBN_BUILD={KIND} needs {needed}\nBAGUA_SYNCBN_BUILD=python needs no tools{hint}")
+    needed = f"BAGUA_SYNCBN_BUILD={KIND} needs {' and '.join(missing)}"
+    raise SystemExit(f"{needed}\nBAGUA_SYNCBN_BUILD=python needs no tools{hint}")
 lacks = [lack.splitlines()[0] for lack in next(filter(None, LACKS.values()), [])]
 REASON = f"BAGUA_SYNCBN_BUILD={KIND}" if FORCED else f"no {' and no '.join(lacks)}" if lacks else "found all tools"
 INFO = {
@@ -203,8 +206,8 @@ print(f"bagua_syncbn: {KIND} build: {REASON}{cards}", flush=True)
 patterns = ["csrc/cpu/loops/*.cpp", "csrc/*.cpp", "csrc/cpu/*.cpp", "csrc/exchange/*.cpp"] if KIND != "python" else []
 patterns += ["csrc/cuda/*.cu", "csrc/cuda/torch/*.cpp"] if KIND == "cuda" else []
 sources = [str(path.relative_to(ROOT)) for pattern in patterns for path in sorted(ROOT.glob(pattern))]
-setup(
-    ext_modules=[Extension("bagua_syncbn._C", sources, py_limited_api=True)] if sources else [],
+setuptools.setup(
+    ext_modules=[setuptools.Extension("bagua_syncbn._C", sources, py_limited_api=True)] if sources else [],
     cmdclass={"build_ext": BuildKernels, "build_py": BuildPackage},
     # Raises on free-threaded Python, which gets no sources.
     options={"bdist_wheel": {"py_limited_api": "cp310"}} if sources else {},

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ._cuda import EXPERIMENTAL, agreed, check_kernels, cuda_kernels
 from ._ops import DTYPES, KERNELS
+from ._ops.native import PROBLEM, build_info
 from .bagua import engine as bagua
 from .communicators import shared
 from .version import __version__
@@ -22,7 +23,6 @@ def collect_info() -> dict[str, Any]:
     """Compares native CUDA kernels with plain torch, and returns the information to print."""
     devices = range(torch.cuda.device_count())
     cards = [_compare_on(index) for index in devices]
-    build_info = Path(__file__).with_name("build_info.json")  # written by setup.py
     problem, has_backends = shared.problem(), dist.is_available()
     return {
         "bagua_syncbn": __version__,
@@ -30,9 +30,9 @@ def collect_info() -> dict[str, Any]:
         "platform": platform.platform(),
         "torch": torch.__version__,
         "torch_cuda": torch.version.cuda,
-        "kernels": KERNELS,
+        "kernels": f"{KERNELS}: {PROBLEM}" if PROBLEM else KERNELS,
         "cuda_kernels": cards or [EXPERIMENTAL] * KERNELS.endswith("cuda"),
-        **(json.loads(build_info.read_text()) if build_info.exists() else {}),
+        **build_info(Path(__file__).parent),
         "devices": ["cpu", *map(torch.cuda.get_device_name, devices)],
         "torch_distributed_backends": [name for name in _BACKENDS if has_backends and dist.is_backend_available(name)],
         "exchange_on_one_host": f"collectives: {problem}" if problem else "shared memory",

@@ -14,6 +14,7 @@ from bagua_syncbn._ops import native
 from tests.helpers.workers import run_fresh
 
 ROOT = Path(__file__).parents[2]
+PACKAGE = {"__init__.py", "_sources.py", "version.py"}  # files that setup.py needs
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def checkout(tmp_path):
     shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
     package = tmp_path / "bagua_syncbn"
     package.mkdir()
-    for name in ("__init__.py", "version.py"):
+    for name in PACKAGE:
         shutil.copy(ROOT / "bagua_syncbn" / name, package)
     write_tool(tmp_path / "bin" / "g++", "echo a compiler")  # that accepts any source
     return tmp_path
@@ -274,7 +275,7 @@ def test_a_build_removes_modules_deleted_since_the_last_build_and_no_sources(che
         change()
         decide(checkout, also=["build_py", "--build-lib", folder], BAGUA_SYNCBN_BUILD="python")
         built = {path.name for path in checkout.glob(f"{folder}/bagua_syncbn/*.py")}
-        assert built == {"__init__.py", "version.py"} | ({"old.py"} if old.exists() else set())
+        assert built == PACKAGE | ({"old.py"} if old.exists() else set())
 
 
 def test_a_free_threaded_python_gets_no_kernels(checkout, monkeypatch):
@@ -299,6 +300,29 @@ def test_a_python_without_the_gil_is_refused():
     assert "ImportError: bagua_syncbn needs the GIL" in run_fresh(code).stderr
 
 
+# Imports the copy of a checkout.
+KERNELS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from bagua_syncbn.__main__ import collect_info
+print(collect_info()["kernels"])
+"""
+
+
+def test_a_library_built_from_other_sources_is_not_loaded(tmp_path):
+    for name in ("bagua_syncbn", "csrc"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    assert run_fresh(KERNELS, str(tmp_path), BAGUA_SYNCBN_KERNELS="").stdout.startswith("native")
+    tmp_path.joinpath("csrc", "changed.h").write_text("// after git pull")
+    done = run_fresh(KERNELS, str(tmp_path), BAGUA_SYNCBN_KERNELS="")
+    problem = f"bagua_syncbn was not built from the sources in {tmp_path}/csrc: computing in plain torch"
+    assert f"RuntimeWarning: {problem}" in done.stderr
+    assert done.stdout.startswith(f"reference: {problem}")
+    assert done.stdout.endswith("pip install -e .\n")
+    tmp_path.joinpath("csrc", "packed_stats.h").unlink()  # in site-packages, csrc would be another package's
+    assert run_fresh(KERNELS, str(tmp_path), BAGUA_SYNCBN_KERNELS="").stdout.startswith("native")
+
+
 @pytest.mark.parametrize(("reason", "warning"), [
     (None, "imported from its sources in .*pip install -e [.]$"),
     ("no torch 2.10 or later", "activate its environment or pass --no-build-isolation[.] Once"),
@@ -309,13 +333,11 @@ def test_a_python_without_the_gil_is_refused():
     ("BAGUA_SYNCBN_BUILD=python", None),
     ("no Linux", None),  # nothing helps
 ], ids=str)  # fmt: skip
-def test_an_import_without_kernels_warns_with_a_remedy(tmp_path, recwarn, reason, warning):
+def test_an_import_without_kernels_warns_with_a_remedy(tmp_path, reason, warning):
     if reason:
         tmp_path.joinpath("build_info.json").write_text(json.dumps({"build": "python", "build_reason": reason}))
-    native._warn_without_library(tmp_path)
-    messages = [str(each.message) for each in recwarn if each.category is RuntimeWarning]
-    assert len(messages) == bool(warning)
-    assert not warning or re.search(warning, messages[0])
+    problem = native._explain_missing_library(tmp_path)
+    assert re.search(warning, problem) if warning else problem == ""
 
 
 # The new process has imported the tests of this checkout.
