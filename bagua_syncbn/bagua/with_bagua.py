@@ -13,6 +13,7 @@ from .._groups import ProcessGroupLike, engines, spec_of, text_of_argument
 from .._reliability.unsynchronized import warn_at_launch
 from .._torch.modules import pytree, replicate_in_place
 from ..communicators.torch_engine import torch_group_of
+from ..conversion.convert import name_layers
 from ..conversion.models import check_module, is_data_parallel, synchronized_layers
 from ..statistics.over_ranks import meet
 from ..sync_batchnorm import SyncBatchNorm
@@ -38,8 +39,8 @@ def with_bagua(
       :class:`~torch.nn.parallel.DistributedDataParallel`.
     - Without a job: no-op; it warns if ``WORLD_SIZE`` is above 1.
 
-    Synchronized layers of ``module`` that have no group get ``process_group``. Bagua ignores parameters and buffers
-    with state dict names in ``module._bagua_params_and_buffers_to_ignore``.
+    Synchronized layers of ``module`` get their name in ``module`` for messages, and ``process_group`` if they have no
+    group. Bagua ignores parameters and buffers with state dict names in ``module._bagua_params_and_buffers_to_ignore``.
 
     With torch, the module's class becomes a subclass. Call ``module.set_requires_gradient_sync(False)`` to accumulate
     gradients locally. Copy the module before: it cannot be deep-copied afterwards. Warns if ``module`` has no
@@ -88,6 +89,7 @@ def with_bagua(
             return module
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise RuntimeError("module: expected at least one parameter that requires a gradient, got none")
+    name_layers(module)
     if not by_bagua:
         meet("with_bagua", module, spec, "before parameters are sent")
     group = bagua.to_bagua_group(spec.process_group) if by_bagua else torch_group_of(spec)

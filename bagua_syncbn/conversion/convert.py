@@ -101,7 +101,7 @@ def convert_sync_batchnorm(
                 layer.process_group = spec
             if skip_nonfinite:
                 vars(layer)["skip_nonfinite"] = True
-        _name_layers(module)
+        name_layers(module)
     if not targets:
         warn(f"convert_sync_batchnorm: {type(module).__name__}: {report.summary()}")
     return module
@@ -182,7 +182,7 @@ def change_class(layer: nn.Module, cls: type[SyncBatchNorm]) -> None:
     object.__setattr__(layer, "__class__", cls)
 
 
-def _name_layers(module: nn.Module) -> None:
+def name_layers(module: nn.Module) -> None:
     """Stores in each synchronized layer the name in ``module`` and the model's identity, for messages."""
     name = type(module).__name__
     layers = {name: layer for name, layer in module.named_modules() if name and isinstance(layer, SyncBatchNorm)}

@@ -18,6 +18,7 @@ from .._groups import LOCAL, Communicator, replaced_groups
 from .._reliability.probes import report_error
 from .._torch.modules import pytree
 from ..conversion import convert_sync_batchnorm
+from ..conversion.convert import name_layers
 from ..sync_batchnorm import SyncBatchNorm
 from .ranks import Peers
 
@@ -76,10 +77,12 @@ class Comparison:
 
     def _copied(self) -> nn.Module:
         try:
-            return copy.deepcopy(self.model).double()
+            model = copy.deepcopy(self.model).double()
         except Exception as error:
             text = "model: expected a model that can be copied; verify it before fully_shard or with_bagua"
             raise RuntimeError(f"{text} ({error})") from error
+        name_layers(model)
+        return model
 
     def combined(self, step: Step) -> Step:
         """Combines a step on the ranks: concatenates outputs, stacks buffers, averages losses and gradients.

@@ -420,6 +420,33 @@ def test_all_ranks_forget_predictions_at_the_same_message(pool):
     assert first[-1] > 6, "forgot nothing"
 
 
+class Branches(nn.Module):
+    """Layers that were built and not converted, called in an order that differs between ranks."""
+
+    def __init__(self, group):
+        super().__init__()
+        layers = {name: bagua_syncbn.SyncBatchNorm1d(8, process_group=group) for name in "ab"}
+        self.branches = nn.ModuleDict(layers)
+
+    def forward(self, x):
+        for name in "ba" if is_odd() else "ab":
+            x = self.branches[name](x)
+        return x
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wrap", [bagua_syncbn.with_bagua, bagua_syncbn.verify_synchronization])
+def test_layers_that_were_built_are_named_in_models_that_a_function_sees(wrap):
+    group, x = dist.new_group(), torch.randn(4, 8)
+    model = Branches(group)
+    if wrap is bagua_syncbn.with_bagua:
+        message = message_of(wrap(model, []), x)
+    else:
+        message = message_of(lambda: wrap(model, x, lambda model, x: model(x).square().sum(), process_group=group))
+    for name in "ab":
+        assert f"forward of SyncBatchNorm1d 'branches.{name}' of Branches" in message
+
+
 # Modes.
 
 
