@@ -68,7 +68,8 @@ def check_ranks() -> None:
 
     On CPU such calls raise immediately. On devices the host does not wait: the output or gradient is NaN, running
     statistics do not change, and a later call raises. Call this function, for example after each epoch, to find all
-    such calls. Mismatched compiled calls are not detected, but their results are NaN.
+    such calls. Mismatched compiled calls whose messages do not go through shared memory are not detected, but their
+    results are NaN.
 
     Raises:
         RuntimeError: ranks made different calls, which the error names; or torch cannot wait for this device.

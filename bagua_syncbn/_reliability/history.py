@@ -36,7 +36,8 @@ class History:
         self.exact_bits = exact_bits(ranks)
         self.messages = 0  # excluding probes and messages of compiled code
         self.probes = 0
-        self.compiled: set[int] = set()  # kinds of compiled layers, whose eager messages also have compiled headers
+        # By kind, the forwards of compiled layers. Eager messages of these kinds also have compiled headers.
+        self.compiled: dict[int, set[Signature]] = {}
         self.device: torch.device | None = None  # device of probes; None before the first message
         self.failure: str | None = None  # failed message, after which ranks do not agree on the next
         self.sending: Signature | None = None  # unfinished message, in any thread

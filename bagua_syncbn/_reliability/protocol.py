@@ -26,6 +26,7 @@ from .._step.exchange import Exchange, Pass
 from .._torch.autograd import is_capturing, is_recorded, untraced
 from .._torch.process_groups import group_named
 from ..communicators import TorchCommunicator
+from ..communicators import shared as shared_memory
 from ..communicators.c10d import failed
 from . import faults
 from .faults import FaultRecord, describe, differ_text
@@ -168,7 +169,8 @@ class RankExchange(Exchange):
 
 
 class CompiledExchange(Exchange):
-    """Exchange in a recorded graph, as of torch.compile, with constant headers. Results of mismatched messages are NaN.
+    """Exchange in a recorded graph, as of torch.compile, with constant headers. If messages differ, results are NaN,
+    or :func:`check_compiled` raises.
 
     There is no fault record: the graph would save this tensor for backward, but each forward may write to it, so two
     forwards before a backward would raise an error.
@@ -186,6 +188,30 @@ class CompiledExchange(Exchange):
     def fingerprint(self, number: int) -> int:
         return self._fingerprint
 
+    def total(self, values: Tensor, number: int) -> Tensor:
+        communicator = self.communicator
+        total, differ = sum_with_header(communicator.all_reduce, values, self._fingerprint, communicator.size)
+        return total.where(~differ, torch.nan)
+
+
+def check_compiled(message: Tensor, communicator: shared_memory.SharedCommunicator, sums: bool) -> None:
+    """Raises RuntimeError if the headers in a ``message`` of compiled code differ. All ranks read the same headers."""
+    if sums:
+        headers, parts = [], message[-ops.HEADER_SUMS_SIZE :].view(-1, 2).tolist()
+        differ = any(communicator.size * square != total**2 for total, square in parts)
+    else:
+        headers = message[:, -ops.HEADER_SIZE :].tolist()
+        differ = headers.count(headers[0]) < len(headers)
+    if differ:
+        history = history_in(communicator)
+        compiled = [(0, signature) for signatures in history.compiled.values() for signature in signatures]
+        texts = [describe(header, [*history.recent, *compiled]) for header in headers]
+        history.failure = texts[communicator.rank] if texts else "sum over ranks, in compiled code"
+        raise RuntimeError(differ_text(history.failure, enumerate(texts)))
+
+
+shared_memory.check_headers = check_compiled
+
 
 def sum_with_header(
     all_reduce: Callable[[Tensor], Tensor], values: Tensor, fingerprint: int, ranks: int
@@ -201,7 +227,8 @@ def note_compilation(group_name: str | None, ranks: int, kind: str, summed: bool
     """Records that layers of this kind are compiled in a group. Returns the header and the backward's fingerprint."""
     signature = signature_of(kind, kind, shared, summed)
     if group_name is not None:
-        history_in(TorchCommunicator(group_named(group_name))).compiled.add(signature.kind)
+        history = history_in(TorchCommunicator(group_named(group_name)))
+        history.compiled.setdefault(signature.kind, set()).add(signature)
     caller, backward = signature.compiled_caller, signature.backward.compiled_caller
     header = hash((caller, 0)) & exact_bits(ranks) if summed else caller
     return header, hash((backward, 0)) & exact_bits(ranks)

@@ -10,7 +10,7 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary, finalize
@@ -123,6 +123,9 @@ class Published(AsyncCollective):
         return self._target
 
 
+check_headers: Callable[[Tensor, SharedCommunicator, bool], None] = lambda message, communicator, sums: None  # noqa: E731
+"""Raises RuntimeError if a message of compiled code has different headers. Set by ``_reliability``."""
+
 # An opaque op for compiled code, so that compiled and eager ranks send the same messages. It takes the group's name,
 # like torch's collectives, because a graph keeps its constants alive.
 _by_name: WeakValueDictionary[str, SharedCommunicator] = WeakValueDictionary()
@@ -144,12 +147,12 @@ def _exchange_by_name(packed: Tensor, group: str, ranks: int, sums: bool) -> Ten
     try:
         for begun in communicator._begun[:]:  # messages of an eager call that raised
             begun.wait()
-        if sums:
-            # A copy, because the result must not be the input.
-            return communicator.all_reduce(packed.clone())
-        return communicator.all_gather(packed)
+        # A copy for sums, because the result must not be the input.
+        message = communicator.all_reduce(packed.clone()) if sums else communicator.all_gather(packed)
     except RuntimeError as error:
         raise failed("compiled code", communicator, error) from error
+    check_headers(message, communicator, sums)
+    return message
 
 
 _library.impl("exchange", _exchange_by_name, "CPU")

@@ -16,7 +16,7 @@ import bagua_syncbn
 from bagua_syncbn import _ops as ops
 from bagua_syncbn._reliability import faults
 from bagua_syncbn._reliability.history import History, history_in
-from bagua_syncbn.communicators import TorchCommunicator
+from bagua_syncbn.communicators import TorchCommunicator, c10d, shared
 from tests.faults.programs import (
     REFUSED,
     STEP,
@@ -253,22 +253,34 @@ def test_a_single_compiled_rank_is_named():
         model = converted(communicator)
         for _ in range(2):
             model(torch.randn(4, 8))
-        if is_odd():
-            assert torch.compile(model, backend="eager")(torch.randn(4, 8)).isnan().all()
+        call = torch.compile(model, backend="eager") if is_odd() else model
+        message = message_of(lambda: call(torch.randn(4, 8)))
+        if is_odd() and shared.problem():
+            assert message == "finished"
         else:
-            message = message_of(lambda: model(torch.randn(4, 8)))
             assert "ranks 0, 1: forward of SyncBatchNorm1d '0' of Critic (8 channels" in message
             assert re.search(r"rank 2: .*, in compiled code", message)
 
 
 @pytest.mark.ranks(2)
-def test_mismatched_compiled_models_return_nan():
+@pytest.mark.usefixtures("groups")
+@pytest.mark.parametrize("is_shared", [True, False], ids=["shared memory", "collectives"])
+def test_mismatched_compiled_models_raise_or_return_nan(is_shared):
+    """They return NaN over collectives, where the host does not see the messages."""
     with own_group() as communicator:
-        model = converted(communicator)
+        model = converted(communicator if is_shared else TorchCommunicator(communicator.group))
         if is_odd():
             model[0].eps = 1e-3
-        before = copy.deepcopy(model.state_dict())
-        assert torch.compile(model, backend="eager")(torch.randn(4, 8)).isnan().all()
+        before, input = copy.deepcopy(model.state_dict()), torch.randn(4, 8)
+        compiled = torch.compile(model, backend="eager")
+        if is_shared and not shared.problem():
+            message, is_summed = message_of(lambda: compiled(input)), c10d.sums_statistics(2)
+            own = "this rank: sum" if is_summed else r"forward of Critic \(.* eps=0.001" if is_odd() else "eps=1e-05"
+            assert DIFFER in message
+            assert re.search(own, message)
+            assert FAILED_BEFORE in message_of(lambda: model(input))
+        else:
+            assert compiled(input).isnan().all()
         torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
