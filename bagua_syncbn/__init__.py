@@ -8,6 +8,7 @@ except ModuleNotFoundError as error:
     ) from None
 
 import sys as _sys
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from . import _cuda  # noqa: F401  # compares the kernels of a CUDA device at their first use
 from ._groups import ProcessGroupLike
@@ -70,3 +71,13 @@ __all__ = [
     "verify_synchronization",
     "with_bagua",
 ]
+
+if not _TYPE_CHECKING:  # type checkers would accept any name
+
+    def __getattr__(name: str) -> object:
+        """Raises AttributeError; for a name of another package, the error names its counterpart here."""
+        ours = {"convert_syncbn_model": "convert_sync_batchnorm", "create_syncbn_process_group": "sync_group"}.get(name)
+        if name.startswith("SynchronizedBatchNorm") or name in ("convert_model", "DataParallelWithCallback"):
+            ours = f"vacancy.{name}"
+        hint = f"; use {__name__}.{ours}" if ours else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}", name=name)

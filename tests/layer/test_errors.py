@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
+import bagua_syncbn
 from bagua_syncbn import (
     SyncBatchNorm,
     accumulate_statistics,
@@ -259,3 +260,14 @@ def test_out_of_memory_errors_have_the_class_of_the_device():
     with pytest.raises(torch.OutOfMemoryError, match=message):
         raise_if_out_of_memory(RuntimeError(message))
     raise_if_out_of_memory(RuntimeError("another"))
+
+
+@pytest.mark.parametrize(("name", "ours"), [
+    ("convert_syncbn_model", "; use bagua_syncbn.convert_sync_batchnorm"),
+    ("convert_model", "; use bagua_syncbn.vacancy.convert_model"),
+    ("SynchronizedBatchNorm2d", "; use bagua_syncbn.vacancy.SynchronizedBatchNorm2d"),
+    ("another", ""),
+])  # fmt: skip
+def test_names_of_other_packages_lead_to_ours(name, ours):
+    with pytest.raises(AttributeError, match=f"^module 'bagua_syncbn' has no attribute '{name}'{ours}$"):
+        getattr(bagua_syncbn, name)
