@@ -10,7 +10,10 @@ except ModuleNotFoundError as error:
 import sys as _sys
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from . import _cuda  # noqa: F401  # compares the kernels of a CUDA device at their first use
+from . import (
+    _cuda,  # noqa: F401  # compares the kernels of a CUDA device at their first use
+    files,  # noqa: F401  # names what files contain
+)
 from ._groups import ProcessGroupLike
 from ._reliability import unsynchronized as _unsynchronized  # noqa: F401  # warns about launched jobs without a group
 from ._reliability.faults import check_ranks
