@@ -52,6 +52,12 @@ def test_a_replica_that_raises_frees_the_others(failing, after):
     assert model(torch.randn(6, 2)).shape == (6, 2)  # no state remains
 
 
+def test_an_invalid_input_raises_an_error_that_names_the_layer():
+    model = parallel(Steps(lambda module, copy_id, input: module.late(input.long())), "cpu", 2)
+    with pytest.raises(TypeError, match=r"^SyncBatchNorm1d: input: expected .*, got torch.int64"):
+        promptly(model, torch.randn(4, 2))
+
+
 @pytest.mark.parametrize("is_argument", [True, False])
 def test_masks_raise(is_argument):
     def script(module, copy_id, input):
