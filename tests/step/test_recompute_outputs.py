@@ -229,6 +229,17 @@ def test_outputs_that_were_written_to_are_refused():
         product.sum().backward()
 
 
+def test_parameters_may_change_before_backward():
+    layer, input = SyncBatchNorm(3), torch.randn(4, 3, requires_grad=True)
+    with recompute_outputs():
+        output = layer(input)
+        loss = F.silu(output).sum()
+    expected = torch.autograd.grad(loss, output, retain_graph=True)
+    with torch.no_grad():
+        layer.bias.add_(1)
+    assert torch.equal(torch.autograd.grad(loss, output)[0], *expected)
+
+
 def test_other_saved_tensor_hooks_get_the_same_tensors():
     model, packed = make_model("activation_of_the_layer"), []
     for forward in (model, partial(in_context, model)):
