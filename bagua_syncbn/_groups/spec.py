@@ -37,6 +37,9 @@ class RankGroup:
     ranks: tuple[int, ...]
 
 
+NO_RANKS = RankGroup(())
+"""Group of a rank outside of a group: torch's ``GroupMember.NON_GROUP_MEMBER``. The first training call raises."""
+
 Rule: TypeAlias = None | int | str | tuple[Ranks, ...] | RankGroup
 """All ranks, a number of consecutive ranks, the ranks on this host, lists of ranks, or the members of a group."""
 
@@ -60,6 +63,11 @@ def members_by(rule: Rule, rank: int, size: int) -> Ranks | None:
             raise ValueError(f"process_group: expected a divisor of the job's {size} ranks, got {rule}")
         first = rank - rank % rule
         return tuple(range(first, first + rule))
+    if rule == NO_RANKS:
+        raise ValueError(
+            f"process_group: new_group returned NON_GROUP_MEMBER, because rank {rank} is not in its group; train this "
+            "layer on the group's ranks only, or set layer.process_group"
+        )
     if isinstance(rule, RankGroup):
         if rank not in rule.ranks or max(rule.ranks) >= size:
             raise ValueError(
@@ -324,8 +332,7 @@ def _rule_of(description: Any) -> Rule:
         return RankGroup(tuple(ranks))
     if isinstance(description, int) and not isinstance(description, bool):
         if description < 1:
-            hint = "; new_group returned -100, because this rank is not in its group" * (description == -100)
-            raise ValueError(f"process_group: expected a positive number of ranks, got {description}{hint}")
+            raise ValueError(f"process_group: expected a positive number of ranks, got {description}")
         return description
     if isinstance(description, str) and description == NODE:
         return NODE

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .._groups import DESTROYED, FORKED, Communicator, GroupSpec, RankGroup
-from .._groups.spec import Rule, is_in_job, world
+from .._groups.spec import NO_RANKS, Rule, is_in_job, world
 from .._torch.modules import is_replicated_in_place
 from .c10d import IS_AVAILABLE, is_alive
 from .jobs import Job
@@ -26,6 +26,8 @@ def rule_and_getter(process_group: Any) -> tuple[Rule, Callable[[], Any] | None]
         RuntimeError: the mesh has several dimensions.
     """
     group = process_group
+    if is_in_job() and type(group) is int and group == dist.GroupMember.NON_GROUP_MEMBER:
+        return NO_RANKS, None
     if IS_AVAILABLE and isinstance(group, dist.DeviceMesh):
         if group.ndim != 1:
             names = group.mesh_dim_names
@@ -101,5 +103,7 @@ def torch_group_of(spec: GroupSpec) -> Any:
 
 def group_before(spec: GroupSpec) -> Any:
     """Returns the group that a layer had before conversion, even if a copy holds only its ranks."""
+    if spec.rule == NO_RANKS:
+        return dist.GroupMember.NON_GROUP_MEMBER
     described_only = spec.get_given is None and isinstance(spec.rule, RankGroup)
     return torch_group_of(spec) if described_only else spec.process_group

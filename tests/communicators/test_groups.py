@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_group
+from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm, sync_group
 from bagua_syncbn._groups import spec_of
 from bagua_syncbn._reliability.history import history_in
 from bagua_syncbn.communicators import LOCAL, Communicator, RankGroup, TorchCommunicator, jobs
@@ -248,15 +248,25 @@ def test_invalid_groups_raise_at_construction(process_group, error, message):
     ([], r"got \[\]"),
     (RankGroup((0, 3)), "expected ranks of this job that include this one, rank {} of 3"),
     ("others", "expected ranks of this job that include this one, rank {} of 3"),
-    ("new_group", "new_group returned -100, because this rank is not in its group"),
 ], ids=str)  # fmt: skip
 def test_groups_that_do_not_fit_the_job_raise(process_group, message):
     rank = dist.get_rank()
     if process_group == "others":
         process_group = RankGroup(((rank + 1) % 3,))
-    if process_group == "new_group":  # without this rank
-        process_group = [dist.new_group([other]) for other in range(3)][rank - 1]
     check_refused(process_group, ValueError, "process_group: .*" + message.format(rank))
+
+
+@pytest.mark.ranks(2)
+def test_ranks_outside_of_a_group_convert_evaluate_and_raise_in_training():
+    group, input = dist.new_group([0]), torch.randn(4, 3)
+    for layer in (SyncBatchNorm(3, process_group=group), nn.BatchNorm1d(3), nn.SyncBatchNorm(3, process_group=group)):
+        layer = convert_sync_batchnorm(layer, None if isinstance(layer, nn.SyncBatchNorm) else group)
+        for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), layer):
+            twin.eval()(input)
+            if dist.get_rank() == 1:
+                with pytest.raises(ValueError, match="new_group returned NON_GROUP_MEMBER, because rank 1 is not in"):
+                    twin.train()(input)
+        revert_sync_batchnorm(layer)
 
 
 def check_loaded(saved):
