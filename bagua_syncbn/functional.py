@@ -1,9 +1,9 @@
-"""Synchronized batch normalization as a function: checks a call and chooses its statistics."""
+"""Synchronized batch normalization as a function: checks a call and chooses its step."""
 
 import inspect
 from collections.abc import Callable
-from functools import partial
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
@@ -11,23 +11,23 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from . import _ops as ops
 from ._errors import notifies_peers
 from ._groups import LOCAL, Communicator, ProcessGroupLike, spec_of
+from ._groups.spec import world
 from ._ops.options import Options
-from ._step.by_torch import ByTorch, in_evaluation, suits_torch
-from ._step.call import NO_MASK, Call, Normalization, Statistics
-from ._step.checks import check_flag, check_local_count, check_tensors, check_tracer, checked_options, named
-from ._step.derivatives import differentiable_batch_norm
+from ._step.by_torch import Evaluation, LocalStep
+from ._step.call import Call
+from ._step.checks import check_flag, check_tensors, check_tracer, checked_options, named
 from ._step.exchange import Exchange
 from ._step.hooks import hooks
-from ._step.layer_state import CallCache, LayerState
+from ._step.layer_state import LayerState
 from ._step.masks import masking_of
-from ._step.normalize import batch_statistics, normalize
+from ._step.steps import CompiledStep, RankStep, Step, TransformedStep
 from ._torch.autograd import as_number, current_mode, is_fake, is_recorded, is_without_data
 
 _PLAIN_CLASSES = Tensor, nn.Parameter
 
 
 def make_plain_exchange(call: Call, options: Options, communicator: Communicator) -> Exchange:
-    """Returns the exchange of a call and of later calls with the same cache key."""
+    """Returns the exchange of a call and of later calls with the same step."""
     if call.mode == "compiled":
         as_number(call.input.size(1))  # makes the size a constant: backward cannot take a symbolic size
     return Exchange(communicator)
@@ -40,7 +40,7 @@ compute_special: Callable[[Call], Tensor | None] = lambda call: None  # noqa: E7
 """Computes calls with inputs of special classes, such as DTensor; returns None for others. Set by ``statistics``."""
 
 first_call_checks: list[Callable[[Call], bool]] = []
-"""Checks for eager calls that are not cached. A check that returns False keeps the call out of the cache."""
+"""Checks of an eager call for which no step is kept. If one returns False, the call's step is not kept either."""
 
 
 def _peers_of_call(*args: Any, **options: Any) -> tuple[Any, Any] | None:
@@ -141,11 +141,11 @@ def sync_batch_norm(
     """
     if training is not True:
         check_flag("training", training)
-    if isinstance(activation, (nn.Module, list)):  # may change before the next call, unlike a cached value
+    if isinstance(activation, (nn.Module, list)):  # may change before the next call, unlike a kept value
         activation = ops.activation_of(activation)
-    buffers = ops.Buffers(running_mean, running_var, num_batches_tracked)
+    buffers = running_mean, running_var, num_batches_tracked
     options = Options(eps, momentum, eps_mode, skip_nonfinite, activation)
-    given_mask = NO_MASK if mask is None and zero_masked is False else (mask, zero_masked)
+    given_mask = None if mask is None and zero_masked is False else (mask, zero_masked)
     group = spec_of(process_group) if training else None
     mode = current_mode()
     return batch_norm(Call(input, weight, bias, residual, buffers, options, training, group, layer, mode, given_mask))
@@ -153,14 +153,13 @@ def sync_batch_norm(
 
 def batch_norm(call: Call) -> Tensor:
     """Computes :func:`sync_batch_norm`. The caller notifies peers of errors."""
-    input, mode = call.input, call.mode
-    if type(input) not in _PLAIN_CLASSES:
+    if type(call.input) not in _PLAIN_CLASSES:
+        input, mode = call.input, call.mode
         output = compute_special(call)
         if output is not None:
             return output
         if is_fake(input) and mode == "eager":  # outside of its FakeTensorMode
-            mode = "dispatched"
-            call = call._replace(mode=mode)
+            call = call._replace(mode="dispatched")
         elif isinstance(input, Tensor) and mode != "compiled":
             if has_torch_function_unary(input):
                 # The output gets the input's class, and the attributes that this class copies.
@@ -169,79 +168,48 @@ def batch_norm(call: Call) -> Tensor:
             # The class has no __torch_function__, or torch has disabled it (inside another __torch_function__).
             if type(input).__torch_dispatch__ is Tensor.__torch_dispatch__:
                 return batch_norm(call._replace(input=input.as_subclass(Tensor)))
-    prepare = None if mode == "compiled" else hooks.prepare
-    norm = _prepare(call) if prepare is None else prepare(call, partial(_prepare, call))
-    if isinstance(norm, ByTorch):
-        return norm.normalize(input, call.weight, call.bias, call.residual)
-    if norm.statistics is None:
-        return _transformed(call, norm)
-    output = normalize(input, call.weight, call.bias, call.residual, norm)
-    if mode != "compiled" and hooks.see_output is not None:
+    if call.mode != "compiled" and (hooks.prepare is not None or hooks.see_output is not None):
+        return _hooked(call)
+    norm = step_of(call).prepare(call)
+    return norm.step.finish(call, norm)
+
+
+def _hooked(call: Call) -> Tensor:
+    """Computes ``call`` with the thread's hooks."""
+    prepare = lambda: step_of(call).prepare(call)  # noqa: E731
+    norm = prepare() if hooks.prepare is None else hooks.prepare(call, prepare)
+    output: Tensor = norm.step.finish(call, norm)
+    if hooks.see_output is not None:
         hooks.see_output(output, *call[:4], norm)
     return output
 
 
-def _prepare(call: Call) -> Normalization | ByTorch:
-    """Returns how to normalize the input of ``call``. There are four ways:
-
-    1. Evaluation, with running statistics: :func:`in_evaluation`.
-    2. Training in a single-rank group, where F.batch_norm is exact and fast: :class:`ByTorch`.
-    3. Training under a torch.func transform or in forward mode: :func:`_transformed` gathers statistics later.
-    4. Training: :func:`batch_statistics` gathers statistics and updates the buffers.
-    """
-    input, mode = call.input, call.mode
-    try:
-        checked = checks_of(call) if mode == "eager" else _validate(call)
-        # torch.compile in torch 2.12 cannot trace ``is`` between tuples.
-        masking = masking_of(input, call.mask) if mode == "compiled" or call.mask is not NO_MASK else None
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise named(error, call.layer) from None
-    if checked.exchange is None:
-        return in_evaluation(call, checked.options, masking)
-    if checked.single_rank:
-        check_local_count(input, call.layer)
-        if masking is None and suits_torch(call, checked.options):
-            return ByTorch(checked.options, call.tracked_buffers)
-    norm = Normalization(checked.options, checked.exchange, call.layer, masking, mode == "compiled")
-    if mode != "transformed":
-        norm.statistics = batch_statistics(input.detach() if mode == "compiled" else input, call, norm)
-    return norm
-
-
-def _transformed(call: Call, norm: Normalization) -> Tensor:
-    """Computes ``call`` under a transform of torch.func or in forward mode."""
-
-    def gather(input: Tensor) -> Statistics:
-        norm.statistics = batch_statistics(input, call, norm)
-        return norm.statistics
-
-    return differentiable_batch_norm(*call[:4], norm, gather)
-
-
-# Caches of calls without a layer.
+# Keeps the steps of calls without a layer.
 _NO_LAYER = LayerState()
-_MOST_CACHES = 256
+_MOST_STEPS = 256
 
 
-def checks_of(call: Call) -> CallCache:
-    """Checks an eager ``call``, or returns the cached results of an equal call.
+def step_of(call: Call) -> Step:
+    """Returns the kept step that fits ``call``, or else checks the call and chooses a step.
 
-    The key contains everything that affects checks and the choice of the exchange, except for values.
+    The key contains everything that affects checks and the choice, except for values.
 
     Raises:
         TypeError, ValueError, RuntimeError: a tensor or an option is wrong, see :func:`sync_batch_norm`.
     """
-    input, weight, bias, residual, (mean, var, batches), options, uses_batch, group, layer, *_, accumulate = call
-    ready = None if group is None else group.communicator_if_ready()
+    input, weight, bias, residual, (mean, var, batches), options, uses_batch, group, layer, mode, _, accumulate = call
+    if mode != "eager":
+        return _choose(call)
+    job, members = (None, None) if group is None else (world(), group.identity)
     try:
         state: LayerState = (
             _NO_LAYER
             if layer is None
             else layer.__dict__.get("_sync_state") or layer.__dict__.setdefault("_sync_state", LayerState())
         )
-        slot = group is None, input.shape[1]
         key = (
-            options, uses_batch, ready, accumulate is None, mean is var,
+            (group is None, input.shape[1]),
+            options, uses_batch, members, job is None, accumulate is None, mean is var,
             layer.__class__, getattr(layer, "momentum", 0), state.origin,
             input.__class__, input.dtype, input.device, input.layout,
             residual is None
@@ -252,41 +220,49 @@ def checks_of(call: Call) -> CallCache:
             var is None or (var.__class__, var.dtype, var.device, var.shape, var.stride()),
             batches is None or (batches.__class__, batches.dtype, batches.device, batches.shape),
         )  # fmt: skip
-        cached = state.caches.get(slot)
-        if cached is not None and cached.key == key:
-            return cached
+        step = state.steps.get(key[0])
+        if step is not None and step.key == key and (step.job and step.job()) is job:
+            return step
     except (AttributeError, IndexError, RuntimeError, ValueError):  # an invalid tensor, or an option that is an array
-        return _validate(call)
-    checked = _validate(call, key)
-    # Not cached if this call created the group: the next call may run in another job.
-    if checked.key is not None and (group is None or ready is not None):
-        if len(state.caches) >= _MOST_CACHES:
-            state.caches.clear()
-        state.caches[slot] = checked
-    return checked
+        return _choose(call)
+    step = _choose(call, key)
+    if step.key is not None:
+        if len(state.steps) >= _MOST_STEPS:
+            state.steps.clear()
+        step.job = None if job is None else ref(job)
+        state.steps[key[0]] = step
+    return step
 
 
-def _validate(call: Call, key: tuple[Any, ...] | None = None) -> CallCache:
-    """Checks ``call`` and returns the results, with the cache key ``key`` (None if they must not be cached)."""
-    input, buffers, group, layer, mode = call.input, call.buffers, call.group, call.layer, call.mode
-    check_tensors(call[:4], buffers, call.uses_batch, layer)
+def _choose(call: Call, key: tuple[Any, ...] | None = None) -> Step:
+    """Checks ``call`` and returns a step with this ``key``, or with None if the step must not be kept."""
+    try:
+        return _checked(call, key)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise named(error, call.layer) from None
+
+
+def _checked(call: Call, key: tuple[Any, ...] | None) -> Step:
+    input, group, layer, mode = call.input, call.group, call.layer, call.mode
+    mean, var, counter = call.buffers
+    check_tensors(call[:4], call.buffers, call.uses_batch, layer)
     has_data = not is_without_data(input)
     if not has_data or not (is_recorded() or all(check(call) for check in first_call_checks)):
         key = None
     options = checked_options(call.options, call.uses_batch)
     if not call.uses_batch:
-        if buffers.running_mean is None or buffers.running_var is None:
+        if mean is None or var is None:
             raise ValueError("running_mean, running_var: expected tensors with training=False, got None")
-        return CallCache(key, options, None)
-    if mode != "compiled" and call.mask is not NO_MASK:
+        return Evaluation(call, options, key)
+    if mode != "compiled" and call.mask is not None:
         masking_of(input, call.mask)  # raises before this rank waits for peers to create the group
     if group is not None:
         check_tracer(group, input)
-    if options.momentum is None and buffers.running_mean is not None and buffers.num_batches_tracked is None:
+    if options.momentum is None and mean is not None and counter is None:
         raise ValueError("num_batches_tracked: expected a tensor, because momentum is None; got None")
-    if not has_data:
-        return CallCache(None, options, Exchange(LOCAL))
-    communicator = LOCAL if group is None else spec_of(group).communicator()
-    single_rank = communicator.size == 1
-    make = make_plain_exchange if single_rank else make_exchange
-    return CallCache(key, options, make(call, options, communicator), single_rank)
+    communicator = LOCAL if group is None or not has_data else spec_of(group).communicator()
+    is_local = communicator.size == 1
+    exchange = (make_plain_exchange if is_local else make_exchange)(call, options, communicator)
+    kinds: dict[str, type[RankStep]] = {"compiled": CompiledStep, "transformed": TransformedStep}
+    step = kinds.get(mode, RankStep)(options, exchange, key)
+    return LocalStep(call, options, step) if is_local and has_data else step

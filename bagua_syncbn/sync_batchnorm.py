@@ -15,8 +15,8 @@ from . import _ops as ops
 from ._errors import notifies_peers
 from ._groups import EVERYONE, ProcessGroupLike, spec_of
 from ._ops import activation_of
-from ._ops.options import Options
-from ._step.call import NO_MASK, Call
+from ._ops.options import Options, options_of
+from ._step.call import Call
 from ._step.checks import check_dimensions, checked_options, named
 from ._step.layer_state import LayerState
 from ._torch.autograd import current_mode
@@ -132,9 +132,11 @@ class SyncBatchNorm(_BatchNorm):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "fused_activation":
             value = activation_of(value)
-        elif name == "training" and self._sync_state.frozen_mode is not None:
-            self._sync_state.frozen_mode = value
-            value = False
+        elif name == "training":
+            if self._sync_state.frozen_mode is not None:
+                self._sync_state.frozen_mode, value = value, False
+            object.__setattr__(self, name, value)  # skips a microsecond of checks for tensors and modules
+            return
         elif name == "activation" and type(self) in (SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d):
             raise AttributeError(f"activation: {type(self).__name__} has no such attribute; set fused_activation")
         super().__setattr__(name, value)
@@ -185,28 +187,31 @@ class SyncBatchNorm(_BatchNorm):
                 raise named(error, self) from None
         elif isinstance(input, Proxy):
             return as_one_node(self, input, (input, residual), {"mask": mask, "zero_masked": zero_masked})
-        given_mask = NO_MASK if mask is None and zero_masked is False else (mask, zero_masked)
-        parameters, held = self._parameters, self._buffers
         try:
             if self._has_getattr:
                 raise KeyError
             # nn.Module.__getattr__ takes 0.6 us per tensor.
+            parameters, held = self._parameters, self._buffers
             weight, bias = parameters["weight"], parameters["bias"]
             mean, var, batches = held["running_mean"], held["running_var"], held["num_batches_tracked"]
         except KeyError:  # also a parametrized layer, or a replica
             weight, bias = self.weight, self.bias
             mean, var, batches = self.running_mean, self.running_var, self.num_batches_tracked
-        if self.training:
-            group, uses_batch = self._sync_state.group, True
-            buffers = ops.Buffers(mean, var, batches) if self.track_running_stats else ops.NO_BUFFERS
-        else:
-            group, uses_batch = None, mean is None and var is None
-            buffers = ops.NO_BUFFERS if uses_batch else ops.Buffers(mean, var)
-        options = Options(self.eps, self.momentum, self.eps_mode, self.skip_nonfinite, self.fused_activation)
+        training, state = self.training, self._sync_state
         call = Call(
-            input, weight, bias, residual, buffers, options, uses_batch, group, self, current_mode(), given_mask
+            input,
+            weight,
+            bias,
+            residual,
+            (mean, var, batches) if self.track_running_stats or not training else ops.NO_BUFFERS,
+            options_of(self),
+            training or (mean is None and var is None),
+            state.group if training else None,
+            self,
+            current_mode(),
+            None if mask is None and zero_masked is False else (mask, zero_masked),
         )
-        return through_attachments(self, call) if self._sync_state.attachments else batch_norm(call)
+        return through_attachments(self, call) if state.attachments else batch_norm(call)
 
     def _replicate_for_data_parallel(self) -> "SyncBatchNorm":
         replica: SyncBatchNorm = super()._replicate_for_data_parallel()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any, Protocol, TypeAlias
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -177,6 +177,8 @@ class GroupSpec:
         self.rule = rule
         self.given_communicator = given_communicator
         self.get_given = get_given
+        # Equal for equal descriptions, for keys of steps.
+        self.identity: Any = rule if get_given is None and given_communicator is None else self
         self._communicator: Communicator | None = None  # the one of the last job, if this job has created none
         self._job: Callable[[], Any] = lambda: None  # the job that created it
         self._job_name = ""  # for compiled code
@@ -249,9 +251,14 @@ class GroupSpec:
         return (rank,) if communicator is LOCAL else getattr(communicator, "ranks", None)
 
     @property
+    def given(self) -> Any:
+        """The user's live group or communicator; None if it was destroyed, or if there is only a description."""
+        return self.given_communicator if self.get_given is None else self.get_given()
+
+    @property
     def process_group(self) -> Any:
         """The user's ``process_group``, or the description if the group was destroyed."""
-        given = None if self.get_given is None else self.get_given()
+        given = self.given
         return self.description if given is None else given
 
     @property
@@ -306,6 +313,21 @@ def spec_of(process_group: Any) -> GroupSpec:
         return EVERYONE
     if isinstance(process_group, GroupSpec):
         return process_group
+    if torch.compiler.is_compiling():  # it cannot trace weak references
+        return _new_spec(process_group)
+    known = _given.get(id(process_group))
+    if known is not None and known.given is process_group:
+        return known
+    spec = _new_spec(process_group)
+    if spec.given is process_group:
+        _given[id(process_group)] = spec
+    return spec
+
+
+_given: WeakValueDictionary[int, GroupSpec] = WeakValueDictionary()  # by id of the user's group or communicator
+
+
+def _new_spec(process_group: Any) -> GroupSpec:
     for engine in reversed(engines):
         found = engine.rule_and_getter(process_group)
         if found is not None:

@@ -54,8 +54,8 @@ from .running_stats import (
     clear_clamped,
     inverse_deviation,
     is_clamped,
+    merge_in_graph,
     merge_stats,
-    update_buffers,
 )
 
 batch_norm_stats = torch.ops.bagua_syncbn.batch_norm_stats.default

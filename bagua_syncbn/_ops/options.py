@@ -1,7 +1,7 @@
 """Options of a call.
 
-Layers store options as attributes, ranks compare all options except the activation, and cache keys contain them. A new
-option is a field here, an attribute and argument of the layer, and an argument of
+Layers store options as attributes, ranks compare all options except the activation, and keys of steps contain them. A
+new option is a field here, read in :func:`options_of`; an attribute and argument of the layer; and an argument of
 :func:`~bagua_syncbn.sync_batch_norm`.
 """
 
@@ -16,3 +16,14 @@ class Options(NamedTuple):
     eps_mode: str = "plus"
     skip_nonfinite: bool = False
     activation: Any = None  # an Activation once the call is checked
+
+
+def options_of(layer: Any) -> Options:
+    """Returns the options of ``layer``, not checked. Only this function reads them."""
+    return Options(
+        eps=layer.eps,
+        momentum=layer.momentum,
+        eps_mode=layer.eps_mode,
+        skip_nonfinite=layer.skip_nonfinite,
+        activation=layer.fused_activation,  # converted classes may have a module named activation
+    )

@@ -4,7 +4,7 @@
 below eps.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,15 +14,10 @@ from .options import Options
 _gather_stats = torch.ops.bagua_syncbn.batch_norm_gather_stats.default
 
 
-class Buffers(NamedTuple):
-    """Buffers that a call updates."""
+# Buffers that a call updates: running_mean, running_var and num_batches_tracked.
+Buffers: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
 
-    running_mean: Tensor | None = None
-    running_var: Tensor | None = None
-    num_batches_tracked: Tensor | None = None
-
-
-NO_BUFFERS = Buffers()
+NO_BUFFERS: Buffers = None, None, None
 
 
 class Received(NamedTuple):
@@ -39,40 +34,40 @@ class Received(NamedTuple):
 
 
 def merge_stats(received: Received, buffers: Buffers, options: Options) -> tuple[Tensor, Tensor, Tensor]:
-    """Calls ``batch_norm_gather_stats`` with the eps mode of ``options`` and a counter of any dtype."""
-    counter = buffers.num_batches_tracked
+    """Calls ``batch_norm_gather_stats`` with the eps mode of ``options`` and a counter of any dtype.
+
+    The counter counts updates of the running statistics, so it does not change if there are none.
+    """
+    mean, var, counter = NO_BUFFERS if buffers[0] is None else buffers
     if counter is not None and counter.dtype != torch.int64:  # cast together with its module
         whole = counter.to(torch.int64)
-        merged = merge_stats(received, buffers._replace(num_batches_tracked=whole), options)
+        merged = merge_stats(received, (mean, var, whole), options)
         counter.copy_(whole)
         return merged
-    eps = options.eps if options.eps_mode == "plus" else 0.0
+    is_clamped = options.eps_mode == "clamp" and options.eps != 0
     merged = _gather_stats(
         received.message,
-        buffers.running_mean,
-        buffers.running_var,
+        mean,
+        var,
         counter,
         options.momentum,
-        eps,
+        0.0 if is_clamped else options.eps,
         received.fault,
         options.skip_nonfinite,
         received.summed_over,
         received.number,
     )
-    if eps == options.eps:
-        return merged
-    mean, invstd, count = merged
-    return mean, invstd.clamp(max=options.eps**-0.5), count
+    return (merged[0], merged[1].clamp(max=options.eps**-0.5), merged[2]) if is_clamped else merged
 
 
 @torch.library.custom_op("bagua_syncbn::updated_buffers", mutates_args=())
 def _updated_buffers(
     message: Tensor, buffers: list[Tensor], momentum: float | None, skip_nonfinite: bool, summed_over: int
 ) -> list[Tensor]:
-    updated = Buffers(*(buffer.clone() for buffer in buffers))
+    mean, var, *counter = updated = [buffer.clone() for buffer in buffers]
     options = Options(momentum=momentum, skip_nonfinite=skip_nonfinite)
-    merge_stats(Received(message, summed_over), updated, options)
-    return [buffer for buffer in updated if buffer is not None]
+    merge_stats(Received(message, summed_over), (mean, var, counter[0] if counter else None), options)
+    return updated
 
 
 @_updated_buffers.register_fake
@@ -80,16 +75,20 @@ def _(message: Tensor, buffers: list[Tensor], *_: object) -> list[Tensor]:
     return [torch.empty_like(buffer) for buffer in buffers]
 
 
-def update_buffers(received: Received, buffers: Buffers, options: Options) -> None:
-    """Updates ``buffers`` like :func:`merge_stats`, in a torch.compile graph.
+def merge_in_graph(received: Received, buffers: Buffers, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns and updates the same as :func:`merge_stats`, in a torch.compile graph.
 
-    The op does not mutate its arguments, because inductor would move earlier reads of the buffers behind a mutating op.
+    The op that computes new buffers does not mutate its arguments, because inductor would move earlier reads of the
+    buffers behind a mutating op. It is separate from the statistics: a graph that recomputes them in backward must not
+    read updated buffers.
     """
-    given = [buffer for buffer in buffers if buffer is not None]
-    message, summed_over, *_ = received
-    updated = _updated_buffers(message, given, options.momentum, options.skip_nonfinite, summed_over)
-    for buffer, new in zip(given, updated, strict=True):
-        buffer.copy_(new)
+    if buffers[0] is not None:
+        given = [buffer for buffer in buffers if buffer is not None]
+        message, summed_over, *_ = received
+        updated = _updated_buffers(message, given, options.momentum, options.skip_nonfinite, summed_over)
+        for buffer, new in zip(given, updated, strict=True):
+            buffer.copy_(new)
+    return merge_stats(received, NO_BUFFERS, options)
 
 
 def inverse_deviation(var: Tensor, options: Options) -> Tensor:

@@ -60,16 +60,8 @@ class History:
         """Predicts the next message from the messages of this step, or else from the last message."""
         return self.place.next or self._followed.get(self.place.caller)
 
-    def add(self, signature: Signature) -> None:
-        """Records a message that all ranks have sent."""
-        if self.place.next is not signature:
-            self._learn(signature)
-        self.place = self.place.after[signature.caller]
-        self.messages += 1
-        self.recent.append((self.messages, signature))
-
-    def _learn(self, signature: Signature) -> None:
-        """Stores ``signature`` as the prediction for the next visit to this place.
+    def learn(self, signature: Signature) -> None:
+        """Stores ``signature`` as the prediction for this place, where all ranks are about to send it.
 
         The result depends only on callers, which are equal on all ranks, and not on the identity of signatures, because
         caches may recreate these.

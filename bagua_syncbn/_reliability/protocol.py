@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,8 @@ from .probes import Probe, decode, encode, leave, resume
 from .signatures import Signature, exact_bits, is_summed, shared_options, signature_of
 from .watch import watch
 
+_Result = TypeVar("_Result")
+
 
 class RankExchange(Exchange):
     """Messages of a layer's calls, with headers that the ops compare."""
@@ -46,89 +48,111 @@ class RankExchange(Exchange):
         self._signature, self._record, self._history = signature, record, history
         self.summed = signature.summed
 
-    def open(self) -> tuple[int, int, int]:
+    def open(self) -> tuple[int, int]:
         signature, history = self._signature, self._history
         # 0 if peers may run compiled code, which does not count messages; otherwise history.number, inlined.
         number = 0 if signature.kind in history.compiled else history.messages % (ops.WORD - 1) + 1
         if self.summed:  # the ops add up a fingerprint instead of comparing headers
-            return number, self.fingerprint(number, "forward"), 0
-        return number, signature.caller if number else signature.compiled_caller, number
+            return self.fingerprint(number, "forward"), number
+        return signature.caller if number else signature.compiled_caller, number
 
     def fingerprint(self, number: int, which: Pass = "backward") -> int:
         signature, history = getattr(self._signature, which), self._history
         header = (signature.caller, history.messages, number) if number else (signature.compiled_caller, 0)
         return hash(header) & history.exact_bits
 
-    def check(self, number: int, rows: Tensor | None = None) -> None:
-        if self._record.is_checked_at_once and self._record.kind.value:
-            history, record = self._history, self._record
-            signature = self._signature if rows is not None else self._signature.backward
-            own = self._describe(signature, history.messages, number)
-            if record.kind.value == 2:  # an invalid count, which all ranks have read
-                history.failure = own
-                record.raise_if_found()
-            record.kind.value = 0
-            headers = () if rows is None or self.summed else rows[:, -ops.HEADER_SIZE :].tolist()
-            self._disagree(own, torch.device("cpu"), headers)
-        self._history.sending = None
-
-    def total(self, values: Tensor, number: int) -> Tensor:
-        signature, record, history = self._signature.derivative, self._record, self._history
-        total, differ = sum_with_header(
-            lambda packed: self.send(packed, "derivative", number).message,
-            values,
-            self.fingerprint(number, "derivative"),
-            self.communicator.size,
-        )
-        if record.is_checked_at_once:
-            if differ.tolist():
-                self._disagree(self._describe(signature, history.messages, number), total.device)
-        else:
-            record_sums(record.tensor, differ, history.messages if number else 0)
-            total = total.where(~differ, torch.nan)
-        history.sending = None
-        return total
-
-    def send(self, packed: Tensor, which: Pass = "forward", number: int = 0) -> Received:
+    def share(self, packed: Tensor, which: Pass, number: int, read: Callable[..., _Result], *args: Any) -> _Result:
         """Sends a message after making sure that all ranks send the same kind of message.
 
-        ``history.sending`` stays set until :meth:`check` has compared the headers. If an exception comes before that,
-        it is unknown which message peers expect next, so the group has failed.
+        ``history.sending`` is set from the message until ``read`` has compared the headers. If an exception comes
+        between, it is unknown which message peers expect next, so the group has failed.
         """
         history, record, communicator = self._history, self._record, self.communicator
         signature: Signature = getattr(self._signature, which)
-        if history.failure is not None or record.kind.value:
-            resume(history)
-            record.raise_if_found()
-        # Threads cannot switch between this read and write, because Python runs no call or jump in between.
-        unfinished, history.sending = history.sending, signature
+        # Threads cannot switch between this question and the assignment: Python runs no call or loop in between.
+        if (
+            history.sending is not None
+            or history.failure is not None
+            or record.kind.value
+            or (history.place.next is not signature and number)
+        ):
+            self._begin(signature, packed, number)
+        history.sending = signature
         try:
-            if unfinished is not None:
-                raise RuntimeError(
-                    f"sync_batch_norm: the {unfinished.text} has not finished in this group: another thread is "
-                    "sending it, or an exception interrupted it. This group can no longer be used; give each thread a "
-                    "separate group from torch.distributed.new_group()"
-                )
-            if number and history.place.next is not signature:
-                self._agree_on(signature, packed, number)
             message = communicator.all_reduce(packed) if signature.summed else communicator.all_gather(packed)
             if number:
-                history.add(signature)
+                history.place = history.place.after[signature.caller]
+                history.messages += 1
+                history.recent.append((history.messages, signature))
         except BaseException as error:
-            failure = self._describe(signature, history.messages + 1, number)
-            if history.failure == failure:  # all ranks have detected the mismatch
-                raise
-            if str(error) == DESTROYED:  # nothing was sent, and later messages raise the same error
-                history.sending = None
-            else:
-                history.failure = failure
-                leave(communicator, failure, error)
-            if unfinished is not None or not isinstance(error, RuntimeError):
-                raise
-            raise failed(f"the {failure}", communicator, error) from error
-        return Received(
-            message, communicator.size if signature.summed else 1, record.tensor, history.messages if number else 0
-        )
+            self._fail(signature, number, error)
+            raise
+        ranks = communicator.size if signature.summed else 1
+        result = read(Received(message, ranks, record.tensor, history.messages if number else 0), *args)
+        if record.kind.value and record.is_checked_at_once:
+            self._raise_fault(signature, number, message)
+        history.sending = None
+        return result
+
+    def _begin(self, signature: Signature, packed: Tensor, number: int) -> None:
+        """Begins a message that ranks may not expect. Raises RuntimeError if it must not be sent."""
+        history = self._history
+        if history.failure is not None or self._record.kind.value:
+            resume(history)
+            self._record.raise_if_found()
+        unfinished, history.sending = history.sending, signature
+        if unfinished is not None:
+            error = RuntimeError(
+                f"sync_batch_norm: the {unfinished.text} has not finished in this group: another thread is sending it, "
+                "or an exception interrupted it. This group can no longer be used; give each thread a separate group "
+                "from torch.distributed.new_group()"
+            )
+            self._end_group(self._describe(signature, history.messages + 1, number), error)
+            raise error
+        try:
+            if number and history.place.next is not signature:
+                self._agree_on(signature, packed, number)
+                history.learn(signature)
+        except BaseException as error:
+            self._fail(signature, number, error)
+            raise
+
+    def total(self, values: Tensor, number: int) -> Tensor:
+        def read(received: Received) -> Tensor:
+            total, differ = separated(received.message, self.communicator.size)
+            record_sums(received.fault, differ, received.number)
+            return total.where(~differ, torch.nan)
+
+        packed = with_header(values, self.fingerprint(number, "derivative"))
+        return self.share(packed, "derivative", number, read)
+
+    def _fail(self, signature: Signature, number: int, error: BaseException) -> None:
+        """Ends the group, because ``error`` ended this message. Raises RuntimeErrors again, with the message's name."""
+        history = self._history
+        failure = self._describe(signature, history.messages + 1, number)
+        if history.failure == failure:  # all ranks have detected the mismatch
+            return
+        if str(error) == DESTROYED:  # nothing was sent, and later messages raise the same error
+            history.sending = None
+        else:
+            self._end_group(failure, error)
+        if isinstance(error, RuntimeError):
+            raise failed(f"the {failure}", self.communicator, error) from error
+
+    def _end_group(self, failure: str, error: BaseException) -> None:
+        self._history.failure = failure
+        leave(self.communicator, failure, error)
+
+    def _raise_fault(self, signature: Signature, number: int, message: Tensor) -> NoReturn:
+        """Raises RuntimeError for the fault that an op has recorded in reading ``message``."""
+        history, record = self._history, self._record
+        own = self._describe(signature, history.messages, number)
+        if record.kind.value == 2:  # an invalid count, which all ranks have read
+            history.failure = own
+            record.raise_if_found()
+        record.kind.value = 0
+        headers = () if signature.summed else message[:, -ops.HEADER_SIZE :].tolist()
+        self._disagree(own, message.device, headers)
 
     def _agree_on(self, signature: Signature, packed: Tensor, number: int) -> None:
         """Sends a probe unless all ranks expect this message. Raises RuntimeError on all ranks if probes differ."""
@@ -182,15 +206,15 @@ class CompiledExchange(Exchange):
         name, kind, shared = getattr(communicator, "name", None), kind_of(call.layer), shared_options(call, options)
         self._caller, self._fingerprint = note_compilation(name, communicator.size, kind, self.summed, *shared)
 
-    def open(self) -> tuple[int, int, int]:
-        return 0, self._caller, 0
+    def open(self) -> tuple[int, int]:
+        return self._caller, 0
 
     def fingerprint(self, number: int) -> int:
         return self._fingerprint
 
     def total(self, values: Tensor, number: int) -> Tensor:
-        communicator = self.communicator
-        total, differ = sum_with_header(communicator.all_reduce, values, self._fingerprint, communicator.size)
+        message = self.communicator.all_reduce(with_header(values, self._fingerprint))
+        total, differ = separated(message, self.communicator.size)
         return total.where(~differ, torch.nan)
 
 
@@ -213,12 +237,14 @@ def check_compiled(message: Tensor, communicator: shared_memory.SharedCommunicat
 shared_memory.check_headers = check_compiled
 
 
-def sum_with_header(
-    all_reduce: Callable[[Tensor], Tensor], values: Tensor, fingerprint: int, ranks: int
-) -> tuple[Tensor, Tensor]:
-    """Returns the sum over ranks of ``values`` (n), and whether the ranks had different fingerprints."""
-    packed = torch.cat([values, values.new_tensor(ops.header_sums_of(fingerprint))])
-    total, header_sums = all_reduce(packed).tensor_split([-ops.HEADER_SUMS_SIZE])
+def with_header(values: Tensor, fingerprint: int) -> Tensor:
+    """Returns a message of ``values`` (n) that ranks sum."""
+    return torch.cat([values, values.new_tensor(ops.header_sums_of(fingerprint))])
+
+
+def separated(message: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+    """Returns the sum of values in a sum of messages, and whether the ``ranks`` had different fingerprints."""
+    total, header_sums = message.tensor_split([-ops.HEADER_SUMS_SIZE])
     return total, headers_differ(header_sums, ranks)
 
 
@@ -235,7 +261,7 @@ def note_compilation(group_name: str | None, ranks: int, kind: str, summed: bool
 
 
 def compared_exchange(call: Call, options: Options, communicator: Communicator) -> Exchange:
-    """Returns the exchange of ``call`` and of later calls with the same cache key."""
+    """Returns the exchange of ``call`` and of later calls with the same step."""
     if is_recorded():
         return CompiledExchange(call, options, communicator)
     history, layer, kind, name = history_in(communicator), call.layer, kind_of(call.layer), name_of(call.layer)

@@ -64,7 +64,7 @@ def shared_options(call: Call, options: Options) -> tuple[Any, ...]:
 
     The result is a plain tuple, because torch.compile passes only plain values to untraced functions.
     """
-    updates = "untracked" if call.buffers.running_mean is None else ""
+    updates = "untracked" if call.buffers[0] is None else ""
     if call.accumulate is not None:
         updates = "in accumulate_statistics"
     channels, eps, momentum = call.input.size(1), options.eps, options.momentum

@@ -1,9 +1,8 @@
-"""Normalization with F.batch_norm: in evaluation, and in single-rank training where it is as exact and faster."""
+"""Steps that F.batch_norm computes: evaluation, and single-rank training where it is as exact and faster."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +10,11 @@ from torch import Tensor
 
 from .. import _ops as ops
 from .._ops.options import Options
-from .call import Call, Masking, Normalization, apply_epilogue
+from .call import Call, Normalization, apply_epilogue
+from .checks import check_local_count
 from .hooks import hooks
+from .normalize import normalize
+from .steps import Step, masking_in
 
 # Above these sizes, native kernels save more time than their five Python calls cost; see docs/benchmarks.md.
 # F.batch_norm is fast for channels_last until its outputs exceed the caches.
@@ -20,90 +22,110 @@ _WORTHWHILE_PLANAR = 2**17
 _WORTHWHILE_INTERLEAVED = 2**22
 
 
-def suits_torch(call: Call, options: Options) -> bool:
-    """Returns whether F.batch_norm should compute a training call on a single rank: it is exact and fast.
+class Evaluation(Step):
+    """Evaluation with running statistics."""
+
+    def __init__(self, call: Call, options: Options, key: tuple[Any, ...] | None = None) -> None:
+        super().__init__(options, key=key)
+        self._casts = not _torch_takes(call)
+
+    def prepare(self, call: Call) -> Normalization:
+        mean, var, _ = call.buffers
+        assert mean is not None
+        assert var is not None
+        if call.mode != "compiled" and (hooks.prepare is not None or hooks.see_output is not None):
+            # The buffers may change before a recomputation.
+            mean, var = mean.clone(), var.clone()
+        masking = None if call.mask is None else masking_in(call)
+        masking = masking if masking is not None and masking.zeroes else None
+        norm = Normalization(self, call.layer, masking, buffers=(mean, var, None))
+        has_epilogue = self.options.activation is not None or call.residual is not None or masking is not None
+        if has_epilogue and call.mode == "eager":
+            dtype = ops.accumulate_dtype(call.input.dtype)
+            invstd = ops.inverse_deviation(var.to(dtype), self.options)
+            norm.statistics = mean.to(dtype), invstd, torch.ones((), dtype=torch.int64, device=mean.device)
+        return norm
+
+    def finish(self, call: Call, norm: Normalization) -> Tensor:
+        if norm.statistics is not None:
+            return normalize(call, norm)
+        mean, var, _ = norm.buffers
+        assert var is not None
+        if self.options.eps_mode == "clamp":
+            # F.batch_norm adds eps again; torch 2.10 accepts no eps of 0.
+            var = (var.to(ops.accumulate_dtype(var.dtype)) - self.options.eps).clamp(min=0)
+        if self._casts:
+            dtype, tensors = ops.accumulate_dtype(call.input.dtype), (mean, var, call.weight, call.bias)
+            mean, var, weight, bias = (None if tensor is None else tensor.to(dtype) for tensor in tensors)
+            call = call._replace(weight=weight, bias=bias)
+        return _by_torch(call, norm, (mean, var, None))
+
+
+class LocalStep(Step):
+    """Training in a single-rank group: by F.batch_norm if it is exact and fast, otherwise by another step."""
+
+    def __init__(self, call: Call, options: Options, otherwise: Step) -> None:
+        super().__init__(options, otherwise.exchange, otherwise.key)
+        self._suits_torch, self._otherwise = _suits_torch(call, options), otherwise
+
+    def prepare(self, call: Call) -> Normalization:
+        check_local_count(call.input, call.layer)
+        if not self._suits_torch or call.has_mask or not _is_fast(call):
+            return self._otherwise.prepare(call)
+        mean, _, counter = call.buffers
+        if mean is not None and counter is not None:
+            counter.add_(1)
+        return Normalization(self, call.layer, buffers=call.buffers)
+
+    def finish(self, call: Call, norm: Normalization) -> Tensor:
+        return _by_torch(call, norm, norm.buffers, self.options.momentum)
+
+
+def _by_torch(call: Call, norm: Normalization, buffers: ops.Buffers, momentum: float | None = None) -> Tensor:
+    """Calls F.batch_norm, in training if there is a ``momentum``."""
+    input, weight, bias, residual, *_ = call
+    options, masking, training = norm.step.options, norm.masking, momentum is not None
+    if masking is not None:
+        input = masking.clear(input)
+    output = F.batch_norm(input, buffers[0], buffers[1], weight, bias, training, momentum or 0.0, options.eps)
+    if residual is None and options.activation is None and masking is None:
+        return output
+    return apply_epilogue(output, residual, options, masking)
+
+
+def _suits_torch(call: Call, options: Options) -> bool:
+    """Returns whether F.batch_norm can compute training calls like ``call`` on a single rank, as exactly as the ops.
 
     F.batch_norm supports eps and momentum; all other options, except the activation, must have their defaults.
     ``momentum=None`` is not supported, because the host would have to read the factor. On CPU, torch rounds
     intermediate values of half inputs: in bfloat16, outputs are off by several units in the last place.
     """
-    input, buffers = call.input, call.buffers
     supported = Options(options.eps, options.momentum, activation=options.activation)
     if options.momentum is None or options != supported or call.accumulate is not None:
         return False
-    is_recorded = call.mode != "eager"
-    if (options.activation is not None or call.residual is not None) and not is_recorded:
+    if call.mode == "eager" and (options.activation is not None or call.residual is not None):
         return False
-    is_cpu = input.device.type == "cpu"
-    rounds = is_cpu and input.dtype in ops.HALF_DTYPES
-    if rounds or not _torch_takes(input, (*buffers[:2], call.weight, call.bias)):
-        return False
-    if call.mode == "traced":
+    rounds = call.input.device.type == "cpu" and call.input.dtype in ops.HALF_DTYPES
+    return not rounds and _torch_takes(call)
+
+
+def _is_fast(call: Call) -> bool:
+    """Returns whether F.batch_norm is faster than the native kernels for ``call``; always in graphs and transforms."""
+    if call.mode == "traced":  # the trace also runs for other sizes
         return True
-    if input.numel() == 0:  # not in a trace, which also runs for other sizes
+    input = call.input
+    if input.numel() == 0:
         return False
-    if is_recorded:
+    if call.mode != "eager":
         return True
     worthwhile = _WORTHWHILE_INTERLEAVED if input.stride(1) == 1 else _WORTHWHILE_PLANAR
-    prefer_native = ops.KERNELS != "reference" and is_cpu and input.numel() >= worthwhile
+    prefer_native = ops.KERNELS != "reference" and input.device.type == "cpu" and input.numel() >= worthwhile
     return not prefer_native and hooks.see_output is None
 
 
-def _torch_takes(input: Tensor, tensors: Iterable[Tensor | None]) -> bool:
-    """Returns whether F.batch_norm accepts these dtypes: one for all tensors, or half input with float32 tensors."""
+def _torch_takes(call: Call) -> bool:
+    """Returns whether F.batch_norm accepts the dtypes: one for all tensors, or half input with float32 tensors."""
+    tensors, dtype = (*call.buffers[:2], call.weight, call.bias), call.input.dtype
     dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
-    is_mixed = dtypes == {torch.float32} and input.dtype in ops.HALF_DTYPES
-    return dtypes <= {input.dtype} or is_mixed
-
-
-class ByTorch(NamedTuple):
-    """A call that F.batch_norm computes."""
-
-    options: Options
-    buffers: ops.Buffers
-    training: bool = True
-    masking: Masking | None = None
-
-    def normalize(self, input: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        options, (mean, var, batches), training, masking = self
-        eps, momentum = options.eps, 0.0
-        if training:
-            assert options.momentum is not None
-            momentum = options.momentum
-            if batches is not None:
-                batches.add_(1)
-        elif mean is not None and var is not None:
-            if options.eps_mode == "clamp":
-                # F.batch_norm adds eps again; torch 2.10 accepts no eps of 0.
-                var = (var.to(ops.accumulate_dtype(var.dtype)) - eps).clamp(min=0)
-            if not _torch_takes(input, (mean, var, weight, bias)):
-                dtype = ops.accumulate_dtype(input.dtype)
-                mean, var, weight, bias = (None if t is None else t.to(dtype) for t in (mean, var, weight, bias))
-        if masking is not None:
-            input = masking.clear(input)
-        output = F.batch_norm(input, mean, var, weight, bias, training, momentum, eps)
-        if residual is None and options.activation is None and masking is None:
-            return output
-        return apply_epilogue(output, residual, options, masking)
-
-    def with_copied_buffers(self) -> ByTorch:
-        """Returns the call for a recomputation, which leaves the buffers and the counter unchanged."""
-        mean, var = (None if buffer is None else buffer.clone() for buffer in self.buffers[:2])
-        return self._replace(buffers=ops.Buffers(mean, var))
-
-
-def in_evaluation(call: Call, options: Options, masking: Masking | None) -> Normalization | ByTorch:
-    """Returns how to normalize the input of ``call`` in evaluation: with the running statistics, as constants."""
-    mean, var = call.buffers[:2]
-    assert mean is not None
-    assert var is not None
-    if call.mode != "compiled" and hooks.are_set:  # the buffers may change before a recomputation
-        mean, var = mean.clone(), var.clone()
-    masking = masking if masking is not None and masking.zeroes else None
-    has_epilogue = options.activation is not None or call.residual is not None or masking is not None
-    if not has_epilogue or call.mode != "eager":
-        return ByTorch(options, ops.Buffers(mean, var), False, masking)
-    dtype = ops.accumulate_dtype(call.input.dtype)
-    invstd = ops.inverse_deviation(var.to(dtype), options)
-    count = torch.ones((), dtype=torch.int64, device=mean.device)
-    return Normalization(options, None, call.layer, masking, statistics=(mean.to(dtype), invstd, count))
+    is_mixed = dtypes == {torch.float32} and dtype in ops.HALF_DTYPES
+    return dtypes <= {dtype} or is_mixed

@@ -1,10 +1,10 @@
-"""Records of a call: arguments and normalization."""
+"""Records of a call: arguments, mask and normalization."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
@@ -12,7 +12,9 @@ from .. import _ops as ops
 from .._groups import GroupSpec
 from .._ops.options import Options
 from .._torch.autograd import Mode
-from .exchange import Exchange
+
+if TYPE_CHECKING:
+    from .steps import Step
 
 # Input, weight, bias and residual of a call.
 Tensors: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
@@ -20,13 +22,11 @@ Tensors: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 # mask and zero_masked of a call; or a function that returns the checked masking for an input.
 GivenMask: TypeAlias = tuple[Tensor | None, bool] | Callable[[Tensor], Any]
 
-NO_MASK: GivenMask = None, False
-
 # Mean (C), inverse deviation (C) and number of values per channel (int64 scalar) over all ranks.
 Statistics: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
-# Called with the statistics of all ranks and the options.
-Accumulate: TypeAlias = Callable[[ops.Received, Options], None]
+# Merges the ranks' statistics and updates the buffers.
+Merge: TypeAlias = Callable[[ops.Received, ops.Buffers, Options], Statistics]
 
 
 class Call(NamedTuple):
@@ -38,26 +38,21 @@ class Call(NamedTuple):
     residual: Tensor | None
     buffers: ops.Buffers
     options: Options
+    """Options as given; steps hold the checked ones."""
     uses_batch: bool
     """Whether batch statistics normalize the input, instead of running statistics."""
     group: GroupSpec | None
     """Ranks that share statistics; None in evaluation, where nothing synchronizes."""
     layer: nn.Module | None
     mode: Mode
-    mask: GivenMask = NO_MASK
-    accumulate: Accumulate | None = None
-    """If given, receives the statistics instead of the buffers."""
-
-    @property
-    def tracked_buffers(self) -> ops.Buffers:
-        """Buffers that a training call updates. The counter counts updates of the running statistics."""
-        is_tracked = self.buffers.running_mean is not None and self.accumulate is None
-        return self.buffers if is_tracked else ops.NO_BUFFERS
+    mask: GivenMask | None = None
+    accumulate: Merge | None = None
+    """If given, merges the statistics and keeps them, instead of updating the buffers."""
 
     @property
     def has_mask(self) -> bool:
         """True if there is a mask, or a function that may return one."""
-        return callable(self.mask) or self.mask[0] is not None
+        return self.mask is not None and (callable(self.mask) or self.mask[0] is not None)
 
 
 class Masking(NamedTuple):
@@ -79,19 +74,25 @@ class Masking(NamedTuple):
 
 @dataclass(slots=True)
 class Normalization:
-    """How to normalize an input: statistics, options and exchange, but no differentiable tensors."""
+    """What a call is normalized with. Checkpoints keep it for repetitions; contains no differentiable tensors."""
 
-    options: Options
-    exchange: Exchange | None
-    """None if the statistics are constants."""
+    step: Step
     layer: nn.Module | None
     masking: Masking | None = None
-    is_traced: bool = False
-    """Whether torch.compile traces the call. It can fuse the plain definitions of the ops with the code around them."""
     statistics: Statistics | None = None
-    """None under a torch.func transform, until the differentiable form has gathered them."""
+    """None if F.batch_norm computes them, or takes them from ``buffers``; under a torch.func transform, None until the
+    differentiable form has gathered them."""
     number: int = 0
     """Number of the forward's message in the group, see :meth:`.Exchange.open`."""
+    buffers: ops.Buffers = ops.NO_BUFFERS
+    """Running statistics for F.batch_norm."""
+
+    def for_repetition(self) -> Normalization:
+        """Returns the normalization for a repetition of the call, in which F.batch_norm must not update the buffers."""
+        mean, var, _ = self.buffers
+        if mean is None or var is None:
+            return self
+        return replace(self, buffers=(mean.clone(), var.clone(), None))
 
 
 def apply_epilogue(output: Tensor, residual: Tensor | None, options: Options, masking: Masking | None = None) -> Tensor:

@@ -82,11 +82,11 @@ def checked_options(options: Options, uses_batch: bool) -> Options:
     Raises:
         TypeError, ValueError: an option is invalid, see :func:`~bagua_syncbn.sync_batch_norm`.
     """
-    eps, momentum, eps_mode, skip_nonfinite, given = options
-    if not isinstance(eps_mode, str) or eps_mode not in ("plus", "clamp"):
-        raise ValueError(f'eps_mode: expected "plus" or "clamp", got {eps_mode!r}')
+    eps, momentum = options.eps, options.momentum
+    if not isinstance(options.eps_mode, str) or options.eps_mode not in ("plus", "clamp"):
+        raise ValueError(f'eps_mode: expected "plus" or "clamp", got {options.eps_mode!r}')
     check_number("eps", eps)
-    is_positive = uses_batch and eps_mode == "plus"
+    is_positive = uses_batch and options.eps_mode == "plus"
     if not 0 <= eps < inf or (is_positive and eps == 0):  # also rejects NaN
         bound = "above 0 in training" if is_positive else "of at least 0"
         raise ValueError(f"eps: expected a finite number {bound}, got {eps}")
@@ -94,9 +94,8 @@ def checked_options(options: Options, uses_batch: bool) -> Options:
         check_number("momentum", momentum, "a number or None")
         if not -inf < momentum < inf:
             raise ValueError(f"momentum: expected a finite number or None, got {momentum}")
-    check_flag("skip_nonfinite", skip_nonfinite)
-    activation = ops.activation_of(given)
-    return options if activation is given else options._replace(activation=activation)
+    check_flag("skip_nonfinite", options.skip_nonfinite)
+    return options._replace(activation=ops.activation_of(options.activation))
 
 
 def check_tensors(tensors: Tensors, buffers: ops.Buffers, uses_batch: bool, layer: nn.Module | None) -> None:

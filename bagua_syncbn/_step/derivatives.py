@@ -25,7 +25,7 @@ from .call import Normalization, Statistics, apply_epilogue
 
 def peers_of_backward(ctx: Any, *_: Any) -> tuple[Any, Any] | None:
     """Returns the communicator and the layer of a backward; None if it does not communicate."""
-    exchange, layer = ctx.norm.exchange, ctx.norm.layer
+    exchange, layer = ctx.norm.step.exchange, ctx.norm.layer
     return None if exchange is None else (exchange.communicator, layer)
 
 
@@ -47,13 +47,13 @@ def differentiable_batch_norm(
     wide = input.to(ops.accumulate_dtype(input.dtype))
     if norm.masking is not None:
         wide = norm.masking.clear_outputs(wide)
-    mean, invstd, _ = gather(wide) if norm.exchange is None else _Merged.apply(wide, norm, gather)
+    mean, invstd, _ = gather(wide) if norm.step.exchange is None else _Merged.apply(wide, norm, gather)
     output = (wide - ops.per_channel(mean, wide)) * ops.per_channel(invstd, wide)
     if weight is not None:
         output = output * ops.per_channel(weight.to(wide.dtype), wide)
     if bias is not None:
         output = output + ops.per_channel(bias.to(wide.dtype), wide)
-    return apply_epilogue(output, residual, norm.options, norm.masking).to(input.dtype)
+    return apply_epilogue(output, residual, norm.step.options, norm.masking).to(input.dtype)
 
 
 def gradients_of(
@@ -122,7 +122,7 @@ class _Merged(torch.autograd.Function):
     def backward(ctx: Any, grad_mean: Tensor, grad_invstd: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         input, mean, invstd, count = ctx.saved_tensors
         grad_mean, grad_invstd = _all_reduce(torch.cat([grad_mean, grad_invstd]), ctx.norm).chunk(2)
-        slope = _slope(invstd, ctx.norm.options) * grad_invstd
+        slope = _slope(invstd, ctx.norm.step.options) * grad_invstd
         centered = input - ops.per_channel(mean, input)
         grad_input = (ops.per_channel(grad_mean, input) + centered * ops.per_channel(slope, input)) / count
         return _cleared(grad_input, ctx.norm), None, None
@@ -138,7 +138,7 @@ class _Merged(torch.autograd.Function):
         dims = ops.reduced_dims(input)
         total = _all_reduce(torch.cat([tangent.sum(dims), (centered * tangent).sum(dims)]), ctx.norm) / count
         tangent_mean, covariance = total.chunk(2)
-        return tangent_mean, _slope(invstd, ctx.norm.options) * covariance, None
+        return tangent_mean, _slope(invstd, ctx.norm.step.options) * covariance, None
 
 
 def _slope(invstd: Tensor, options: Options) -> Tensor:
@@ -156,8 +156,8 @@ def _cleared(values: Tensor, norm: Normalization) -> Tensor:
 
 def _all_reduce(values: Tensor, norm: Normalization) -> Tensor:
     """Returns the sum over ranks of ``values``, differentiably."""
-    assert norm.exchange is not None
-    if norm.exchange.communicator.size == 1:
+    assert norm.step.exchange is not None
+    if norm.step.exchange.communicator.size == 1:
         return values
     if not torch.compiler.is_compiling() and is_batched(values):
         _refuse_vmap()
@@ -172,8 +172,8 @@ class _AllReduce(torch.autograd.Function):
 
     @staticmethod
     def forward(values: Tensor, norm: Normalization) -> Tensor:
-        assert norm.exchange is not None
-        return norm.exchange.total(values.clone(), norm.number)
+        assert norm.step.exchange is not None
+        return norm.step.exchange.total(values.clone(), norm.number)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -10,6 +11,7 @@ from .._groups import Communicator
 from .._ops import Received
 
 Pass: TypeAlias = Literal["forward", "backward", "derivative"]
+_Result = TypeVar("_Result")
 
 
 class Exchange:
@@ -25,26 +27,28 @@ class Exchange:
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
 
-    def open(self) -> tuple[int, int | None, int]:
-        """Begins a forward. Returns the number of its message in the group (0 if ranks do not count messages), and the
-        arguments ``caller`` and ``number`` of ``batch_norm_stats``."""
-        return 0, None, 0
+    def open(self) -> tuple[int | None, int]:
+        """Begins a forward. Returns the arguments ``caller`` and ``number`` of ``batch_norm_stats``.
 
-    def send(self, packed: Tensor, which: Pass = "forward", number: int = 0) -> Received:
-        """Sends ``packed``, and may overwrite it. Returns all ranks' rows in forward (unless ``summed``), else sums.
-
-        ``number`` is the number of the forward's message. Call :meth:`check` after the op that reads the result.
+        ``number`` is also the forward's number in the group; 0 if ranks do not count their messages.
         """
-        if which == "forward" and not self.summed:
-            return Received(self.communicator.all_gather(packed))
-        return Received(self.communicator.all_reduce(packed), self.communicator.size)
+        return None, 0
 
     def fingerprint(self, number: int) -> int | None:
         """Returns the fingerprint for ``batch_norm_backward_reduce``. ``number`` is that of the forward."""
         return None
 
-    def check(self, number: int, rows: Tensor | None = None) -> None:
-        """Raises RuntimeError if the last op found different headers: in ``rows``, or in sums if ``rows`` is None."""
+    def share(self, packed: Tensor, which: Pass, number: int, read: Callable[..., _Result], *args: Any) -> _Result:
+        """Sends ``packed``, which may be overwritten, and returns ``read(received, *args)``.
+
+        Ranks receive all rows in forward (unless ``summed``), otherwise sums. ``number`` is that of the forward.
+
+        Raises:
+            RuntimeError: ranks sent different messages, or a rank did not send any.
+        """
+        if which == "forward" and not self.summed:
+            return read(Received(self.communicator.all_gather(packed)), *args)
+        return read(Received(self.communicator.all_reduce(packed), self.communicator.size), *args)
 
     def total(self, values: Tensor, number: int) -> Tensor:
         """Returns the sum over ranks of ``values`` (n), for derivatives of any order of the forward ``number``."""

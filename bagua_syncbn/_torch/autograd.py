@@ -73,7 +73,9 @@ def current_mode() -> Mode:
         return "traced"
     if has_transforms() or level_of_duals() >= 0:
         return "transformed"
-    return "eager" if _fake_mode() is None and _proxy_mode() is None and not _is_pre_dispatch() else "dispatched"
+    if torch._C._len_torch_dispatch_stack() == 0 and not _is_pre_dispatch():
+        return "eager"
+    return "eager" if _fake_mode() is None and not is_recorded() else "dispatched"
 
 
 def is_fake(value: object) -> bool:

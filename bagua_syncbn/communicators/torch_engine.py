@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -37,7 +38,13 @@ def rule_and_getter(process_group: Any) -> tuple[Rule, Callable[[], Any] | None]
         group = group.get_group()
     elif not is_process_group(group):
         return None
-    return None if group is world() else RankGroup(tuple(sorted(dist.get_process_group_ranks(group)))), ref(group)
+    rule = None if group is world() else RankGroup(tuple(sorted(dist.get_process_group_ranks(group))))
+    return rule, partial(_live, ref(group))
+
+
+def _live(get_group: Callable[[], Any]) -> Any:
+    group = get_group()
+    return group if group is not None and is_alive(group) else None
 
 
 def communicator_of(rule: Rule, given: Any, creates: bool) -> Communicator | None:

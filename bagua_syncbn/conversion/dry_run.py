@@ -80,7 +80,7 @@ def dry_run(model: nn.Module, training: Collection[nn.Module] = ()) -> Iterator[
             if isinstance(part, DistributedDataParallel):
                 part.broadcast_buffers = False
             if isinstance(part, SyncBatchNorm):
-                vars(part)["_sync_state"] = replace(part._sync_state, group=local, caches={})
+                vars(part)["_sync_state"] = replace(part._sync_state, group=local, steps={})
         yield
 
 

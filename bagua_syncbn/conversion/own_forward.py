@@ -17,7 +17,7 @@ from torch.fx import Proxy
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from .. import _ops as ops
-from .._ops.options import Options
+from .._ops.options import options_of
 from .._step.call import Call
 from .._step.hooks import hooks
 from .._torch.autograd import current_mode, unseen_by_selective_checkpointing
@@ -147,10 +147,8 @@ class _Redirect(TorchFunctionMode):
                 # Excludes frozen layers, which use running statistics in training.
                 if call.training or _differs_from_torch(layer):
                     # The custom forward counts batches itself, as torch's does before this call.
-                    buffers = ops.Buffers(call.running_mean, call.running_var)
-                    options = Options(
-                        call.eps, call.momentum, layer.eps_mode, layer.skip_nonfinite, layer.fused_activation
-                    )
+                    buffers = call.running_mean, call.running_var, None
+                    options = options_of(layer)._replace(eps=call.eps, momentum=call.momentum)
                     group = layer._sync_state.group if call.training else None
                     tensors, mode = (call.input, call.weight, call.bias, None), current_mode()
                     observed = Call(*tensors, buffers, options, call.training, group, layer, mode)

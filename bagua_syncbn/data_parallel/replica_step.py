@@ -13,13 +13,14 @@ from torch import Tensor
 
 from .. import _ops as ops
 from .._groups import LOCAL
+from .._step.by_torch import LocalStep
 from .._step.call import Call, Normalization, Statistics
-from .._step.checks import named
 from .._step.derivatives import differentiable_batch_norm, gradients_of
 from .._step.exchange import Exchange
 from .._step.normalize import activation_args, epilogue_args
+from .._step.steps import RankStep
 from .._torch.autograd import is_batched, is_transforming, is_without_data
-from ..functional import checks_of
+from ..functional import step_of
 from .replicas import Replicas, TensorSequence, in_streams, stream_of
 
 _EXCHANGE = Exchange(LOCAL)
@@ -38,16 +39,13 @@ class Replica:
             return go(call)
         if call.has_mask:
             raise RuntimeError(f"{self.layer}: masks are not supported in replicas; use one process per device")
-        try:
-            checked = checks_of(call)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise named(error, call.layer) from None
-        if not checked.single_rank:
+        step = step_of(call)
+        if not isinstance(step, LocalStep):
             raise RuntimeError(
                 f"{self.layer}: replicas cannot synchronize over several ranks; use one device per rank, or "
                 "process_group=bagua_syncbn.communicators.LOCAL to synchronize the replicas of each process"
             )
-        norm = Normalization(checked.options, _EXCHANGE, call.layer)
+        norm = Normalization(RankStep(step.options, _EXCHANGE), call.layer)
         records = torch.is_grad_enabled()
         tensors = call[:4] if records else [tensor if tensor is None else tensor.detach() for tensor in call[:4]]
         row = ops.batch_norm_stats(call.input.detach())
@@ -61,9 +59,8 @@ def _forward(norm: Normalization, call: Call, sent: Sequence[Any]) -> list[Tenso
     ``sent`` has each replica's input, weight, bias, residual and row of statistics.
     """
     received = ops.Received(torch.stack([row.to(sent[0][0].device) for *_, row in sent]))
-    if call.accumulate is not None:
-        call.accumulate(received, norm.options)
-    merged = ops.merge_stats(received, call.tracked_buffers, norm.options)
+    merge = call.accumulate or ops.merge_stats
+    merged = merge(received, call.buffers, norm.step.options)
     statistics = [[value.to(input.device) for value in merged] for input, *_ in sent]
     tensors = [tensor for *own, _ in sent for tensor in own]
     # Replica 0 may run without gradients while a peer needs gradients.
@@ -82,7 +79,7 @@ class _Replicated(torch.autograd.Function):
         ctx: Any, norm: Normalization, statistics: Sequence[Sequence[Tensor]], *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
         """Returns each replica's output. ``tensors`` are each replica's input, weight, bias and residual."""
-        activation = norm.options.activation
+        activation = norm.step.options.activation
         outputs, kept = [], []
         for (input, weight, bias, residual), own in zip(_by_replica(tensors, 4), statistics, strict=True):
             outputs.append(ops.batch_norm_elemt(input, weight, bias, *own[:2], *epilogue_args(activation, residual)))
@@ -102,7 +99,7 @@ def _gradients(ctx: Any, grad_outputs: Sequence[Tensor]) -> Sequence[Tensor | No
     norm, needed, rows = ctx.norm, ctx.needs_input_grad[2:], _by_replica(ctx.saved_tensors, 7)
     if torch.is_grad_enabled() or is_transforming() or any(map(is_batched, grad_outputs)):
         compute = partial(_differentiable, norm=norm)
-        return gradients_of(compute, grad_outputs, [row[:4] for row in rows], needed, norm.options)
+        return gradients_of(compute, grad_outputs, [row[:4] for row in rows], needed, norm.step.options)
     reduced: list[Any] = []
     for grad_output, (input, weight, bias, residual, mean, invstd, _) in zip(grad_outputs, rows, strict=True):
         grad, reduce_args, elemt_args = activation_args(grad_output, input, bias, residual, norm)
@@ -110,7 +107,7 @@ def _gradients(ctx: Any, grad_outputs: Sequence[Tensor]) -> Sequence[Tensor | No
         reduced.append((grad, elemt_args, *found))
     device = rows[0][0].device
     total = torch.stack([sums.to(device) for _, _, sums, _, _ in reduced]).sum(0)  # always in the same order
-    ops.clear_clamped(total, rows[0][5], norm.options)
+    ops.clear_clamped(total, rows[0][5], norm.step.options)
     grads: list[Tensor | None] = []
     for row, needs, (grad, elemt_args, _, *of_parameters) in zip(rows, _by_replica(needed, 4), reduced, strict=True):
         input, weight, _, _, mean, invstd, count = row
@@ -129,8 +126,8 @@ def _differentiable(rows: Sequence[Any], norm: Normalization) -> list[Tensor]:
     device, dtype = rows[0][0].device, ops.accumulate_dtype(rows[0][0].dtype)
     values = torch.cat([input.transpose(0, 1).flatten(1).to(device, dtype) for input, *_ in rows], 1)
     var, mean = torch.var_mean(values, 1, correction=0)
-    statistics = mean, ops.inverse_deviation(var, norm.options), torch.full((), values.size(1), device=device)
-    constants = Normalization(norm.options, None, None)
+    statistics = mean, ops.inverse_deviation(var, norm.step.options), torch.full((), values.size(1), device=device)
+    constants = Normalization(RankStep(norm.step.options), None)
 
     def gather(input: Tensor) -> Statistics:
         return tuple(value.to(input.device) for value in statistics)  # pyrefly: ignore[bad-return]

@@ -19,7 +19,6 @@ from torch import nn
 
 from .. import _ops as ops
 from .._errors import restored
-from .._step.by_torch import ByTorch
 from .._step.call import Call
 from .._step.checks import named
 from .._step.hooks import hooks
@@ -56,7 +55,7 @@ class Repeatable:
     _repeats_anywhere = False
     """True if every run after the first is a repetition, even outside of backward."""
     _calls: dict[nn.Module | None, list[Any]]
-    """Results of each layer's calls in the first run, in order: a Normalization, a ByTorch, or the raised error."""
+    """Results of each layer's calls in the first run, in order: a Normalization, or the raised error."""
 
     def __enter__(self) -> Repeatable:
         before = _current_run()
@@ -154,7 +153,7 @@ class _Run:
                 region._calls.setdefault(layer, []).append(made)
             if isinstance(made, Exception):
                 raise made
-            return made if repeated is None or not isinstance(made, ByTorch) else made.with_copied_buffers()
+            return made if repeated is None else made.for_repetition()
 
 
 def _current_run() -> _Run | None:

@@ -127,7 +127,7 @@ def _note_output(
 
     Outputs with a residual have no recipe, because recomputation would need the outputs of all previous blocks.
     """
-    if norm.exchange is None or norm.statistics is None or output.grad_fn is None or residual is not None:
+    if norm.step.exchange is None or norm.statistics is None or output.grad_fn is None or residual is not None:
         return
     saving = saving_hooks()
     if saving is None or saving[0] is not _pack or _recipe_of(input) is not None:
@@ -146,7 +146,7 @@ def _normalized(input: Tensor, version: int, factors: Sequence[Tensor | None], n
             f"{name_of(norm.layer)}: the input was written to in place after the forward pass, so recompute_outputs "
             "cannot recompute the output; write to a copy, or turn off recompute_outputs for this model"
         )
-    activation = norm.options.activation or ops.IDENTITY
+    activation = norm.step.options.activation or ops.IDENTITY
     try:
         output: Tensor = ops.batch_norm_elemt(input, *factors, None, activation.code, activation.parameter)
     except RuntimeError as error:

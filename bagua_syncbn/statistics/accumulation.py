@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from .._ops import NO_BUFFERS, Buffers, Moments, Received, merge_stats
 from .._ops.moments import merge_dtype
 from .._ops.options import Options
-from .._step.call import Call
+from .._step.call import Call, Statistics
 from .._step.checks import named
 from .._torch.autograd import is_capturing, is_without_data
 from .._warnings import context
@@ -32,10 +32,10 @@ class Accumulation:
 
     def __call__(self, go: Callable[[Call], Tensor], call: Call) -> Tensor:
         is_outer = call.accumulate is not None  # inside recalibrate_statistics
-        if not call.uses_batch or call.buffers.running_mean is None or is_outer or is_without_data(call.input):
+        if not call.uses_batch or call.buffers[0] is None or is_outer or is_without_data(call.input):
             return go(call)
         error = ""
-        if call.buffers.running_mean is not getattr(call.layer, "running_mean", None):
+        if call.buffers[0] is not getattr(call.layer, "running_mean", None):
             error = "running_mean: while statistics accumulate, a custom forward must pass the buffer, not a view"
         elif call.mode != "compiled" and is_capturing():
             error = "a CUDA graph cannot be captured while statistics accumulate, because replays run no Python"
@@ -43,12 +43,13 @@ class Accumulation:
             raise named(RuntimeError(error), call.layer)
         return go(call._replace(accumulate=self.take))
 
-    def take(self, received: Received, options: Options) -> None:
-        """Adds the statistics of a batch."""
+    def take(self, received: Received, _: Buffers, options: Options) -> Statistics:
+        """Adds the statistics of a batch, and returns them merged. Updates no buffers."""
         batch = self._merged(received)
         is_lazy = self.row.size(1) != batch.size(1)
         self.row = batch if is_lazy else self._merged(Received(torch.cat([self.row, batch])))
         self._options = options
+        return merge_stats(received, NO_BUFFERS, options)
 
     def _merged(self, received: Received) -> Tensor:
         mean, invstd, count = merge_stats(received, NO_BUFFERS, Options(eps=0.0))
@@ -60,8 +61,8 @@ class Accumulation:
         """Updates the buffers of ``layer`` as a single batch would, with the options of the last batch."""
         if self._options is not None:
             tensors = layer.running_mean, layer.running_var, layer.num_batches_tracked
-            buffers = Buffers(*(None if tensor is None else tensor.detach() for tensor in tensors))
-            merge_stats(Received(self.row), buffers, self._options)
+            mean, var, counter = (None if tensor is None else tensor.detach() for tensor in tensors)
+            merge_stats(Received(self.row), (mean, var, counter), self._options)
 
 
 @context

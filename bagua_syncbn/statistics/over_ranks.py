@@ -11,7 +11,7 @@ from .._errors import notifies_peers
 from .._groups import LOCAL, Communicator, GroupSpec, ProcessGroupLike, spec_of
 from .._reliability.faults import differ_text
 from .._reliability.history import history_in
-from .._reliability.protocol import RankExchange, sum_with_header
+from .._reliability.protocol import RankExchange, separated, with_header
 from .._reliability.signatures import Signature, exact_bits, word_of
 from .._reliability.unsynchronized import warn_at_launch
 from .._step.checks import check_is_tensor, check_number, check_tracer, is_distributed
@@ -155,7 +155,8 @@ def sum_over_ranks(
     check_tracer(communicator, packed)
     if is_recorded():  # compared only on the device, like the sums of compiled layers
         fingerprint = word_of(f"{what} ({details})") & exact_bits(communicator.size)
-        total, differ = sum_with_header(communicator.all_reduce, packed, fingerprint, communicator.size)
+        message = communicator.all_reduce(with_header(packed, fingerprint))
+        total, differ = separated(message, communicator.size)
         return total.where(~differ, torch.nan)
     history = history_in(communicator)
     if module is not None:
@@ -164,7 +165,7 @@ def sum_over_ranks(
     kind, text, numel = word_of(what), f"{what} ({details})", packed.numel() + 1 + ops.HEADER_SUMS_SIZE
     signature = Signature(kind * ops.WORD + word_of(text), kind, text, True, numel, torch.float64)
     exchange = RankExchange(signature, history.record_of(packed.device.type), communicator, history)
-    number, *_ = exchange.open()
+    _, number = exchange.open()
     total, one = exchange.total(torch.cat([packed, packed.new_ones(1)]), number).tensor_split([-1])
     if module is not None and one.isnan():  # on a device, where the host has not compared headers
         raise RuntimeError(differ_text(what))

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import _ops as ops
 from .. import functional
 from .._groups import spec_of
 from .._step.call import Call
@@ -30,7 +29,9 @@ def _on_shards(call: Call) -> Tensor | None:
     if not is_distributed(input):
         return None
     shards = _Shards(input)
-    buffers = ops.Buffers(*map(shards.buffer, ops.Buffers._fields, call.buffers))
+    mean, var, counter = call.buffers
+    mean, var = shards.buffer("running_mean", mean), shards.buffer("running_var", var)
+    buffers = mean, var, shards.buffer("num_batches_tracked", counter)
     if call.has_mask:
         raise TypeError("mask: expected None with a DTensor input, got a mask; pass input.to_local() and its mask")
     if call.uses_batch:

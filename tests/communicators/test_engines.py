@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from bagua_syncbn import sync_group
-from bagua_syncbn._groups import LOCAL, RankGroup, engines, spec_of
+from bagua_syncbn._groups import LOCAL, GroupSpec, RankGroup, engines, spec_of
 from bagua_syncbn._groups.spec import members_by, rank_and_size
 from bagua_syncbn.communicators import TorchCommunicator, torch_engine
 from tests.helpers.own_groups import communicator_of, mean_over
@@ -45,7 +45,7 @@ def running():
 @pytest.mark.ranks(2)
 def test_layers_keep_their_communicator_when_an_engine_starts():
     given = dist.new_group()
-    spec, earlier = spec_of(given), spec_of(given)
+    spec, earlier = (GroupSpec(*torch_engine.rule_and_getter(given)) for _ in range(2))
     communicator = spec.communicator()
     with running():
         assert spec.communicator() is communicator

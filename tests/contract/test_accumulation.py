@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from bagua_syncbn import SyncBatchNorm, accumulate_statistics, convert_sync_batchnorm
-from bagua_syncbn._ops import Received
+from bagua_syncbn._ops import NO_BUFFERS, Received
 from bagua_syncbn._ops.options import Options
 from bagua_syncbn.data_parallel import convert_model
 from bagua_syncbn.statistics import accumulation
@@ -201,6 +201,6 @@ def test_a_step_in_which_headers_differ_updates_no_buffer(is_sum, differ):
         if is_sum:
             parts = [[word for part in header for word in (part, part**2)] for header in headers]
             gathered = torch.tensor([[6.0, 20, 2, *header] for header in parts], dtype=torch.float64).sum(0)
-        accumulated.take(Received(gathered, 2), Options())
+        accumulated.take(Received(gathered, 2), NO_BUFFERS, Options())
     accumulated.update_buffers(layer)
     assert [*layer.running_mean.tolist(), layer.num_batches_tracked] == ([0, 0] if differ else [pytest.approx(0.3), 1])

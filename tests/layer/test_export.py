@@ -123,6 +123,7 @@ TRACED_FOR_LATER = {
 
 
 def model_of_two_layers():
+    torch.manual_seed(0)  # equal models on all ranks
     layers = [nn.BatchNorm2d(3, momentum=momentum, dtype=torch.float64) for momentum in (0.1, None)]
     for layer in layers:
         for values in (layer.weight, layer.running_mean):

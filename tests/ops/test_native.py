@@ -109,7 +109,7 @@ def test_no_op_allocates_temporaries_of_the_size_of_the_input(layout):
     (20, "contiguous", False), (40, "contiguous", True), (40, "channels_last", False), (130, "channels_last", True)
 ])  # fmt: skip
 def test_one_process_trains_on_the_faster_kernels(size, layout, is_native):
-    """See ``suits_torch`` in ``step/by_torch.py``."""
+    """See ``_is_fast`` in ``_step/by_torch.py``."""
     with profile(activities=[ProfilerActivity.CPU]) as prof:
         bagua_syncbn.SyncBatchNorm2d(32)(laid_out(torch.randn(8, 32, size, size), layout))
     names = {event.name for event in prof.events()}

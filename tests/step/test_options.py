@@ -37,5 +37,5 @@ def test_ranks_compare_a_new_option():
 
 
 def test_torch_computes_no_call_with_a_new_option():
-    chosen = [by_torch.suits_torch(call_with(each), each) for each in (Extended(eps=0.1), Extended(new=1))]
+    chosen = [by_torch._suits_torch(call_with(each), each) for each in (Extended(eps=0.1), Extended(new=1))]
     assert chosen == [True, False]

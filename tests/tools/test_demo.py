@@ -31,7 +31,7 @@ def run(demo, monkeypatch, synced, unsynced):
 def test_the_demo_compares_losses_at_all_steps(demo, monkeypatch, capsys):
     run(demo, monkeypatch, [2.25, 1.0 + 1e-12] + [0.5] * 535, [2.25, 1.1] + [0.5] * 535)
     *_, verdict, _ = capsys.readouterr().out.splitlines()
-    assert verdict in (ROOT / "README.md").read_text().splitlines()
+    assert f"`{verdict}`" in (ROOT / "README.md").read_text().splitlines()
     results = json.loads((demo.OUTPUT / "results.json").read_text())
     assert results["synced"]["max_gap"] < 1e-11 < 0.09 < results["unsynced"]["max_gap"]
     assert (demo.OUTPUT / "loss.png").read_bytes().startswith(b"\x89PNG")
