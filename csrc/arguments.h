@@ -92,8 +92,8 @@ struct BackwardElemtArguments {
   int64_t* fault;  // in host memory; may be null
 };
 
-// Declares the ops for a namespace's Device. Per-channel tensors are contiguous. `mask`: a byte for each position, 1 if
-// it is valid, else 0; null if all are valid. The input of stats and backward_reduce may be empty.
+// Declares the ops for a namespace's Device. Per-channel tensors are contiguous. `mask`: a byte for each position, 0 if
+// it is invalid; null if all are valid. The input of stats and backward_reduce may be empty.
 //
 // `packed`: the message to other ranks, see packed_stats.h. `grad_buffer` receives g = dy * act'(z), unless it is null.
 //

@@ -80,7 +80,7 @@ inline Header sums_header(std::optional<int64_t> fingerprint) {
   return header;
 }
 
-// Returns the bytes of `mask` (N, *) with `rows` positions: 1 if valid, else 0. Null for None.
+// Returns the bytes of `mask` (N, *) with `rows` positions: 0 if invalid. Null for None.
 inline const uint8_t* valid_positions(const OptionalTensor& mask, int64_t rows, const Tensor& input) {
   if (!mask) return nullptr;
   check_device(*mask, "mask", input);

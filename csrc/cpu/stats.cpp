@@ -7,22 +7,16 @@
 namespace bagua_syncbn::cpu {
 namespace {
 
-// Returns the sum of n bytes, each 0 or 1. Adds 8-byte words, whose bytes overflow after 255 additions.
+// Returns the number of valid positions. Counts blocks in a byte, which compilers vectorize.
 int64_t count_of(const uint8_t* valid, int64_t n) {
-  constexpr int64_t kWord = 8, kMost = 255;
-  int64_t count = 0, j = 0;
-  while (j + kWord <= n) {
-    const int64_t words = std::min(kMost, (n - j) / kWord);
-    uint64_t sums = 0;
-    for (int64_t w = 0; w < words; ++w, j += kWord) {
-      uint64_t word;
-      std::memcpy(&word, valid + j, kWord);
-      sums += word;
-    }
-    constexpr uint64_t kEven = 0x00ff00ff00ff00ff;
-    count += static_cast<int64_t>(((sums & kEven) + (sums >> 8 & kEven)) * 0x0001000100010001 >> 48);
+  constexpr int64_t kMost = 255;
+  int64_t count = 0;
+  for (int64_t begin = 0; begin < n; begin += kMost) {
+    const int64_t end = std::min(begin + kMost, n);
+    uint8_t part = 0;
+    for (int64_t j = begin; j < end; ++j) part += valid[j] != 0;
+    count += part;
   }
-  for (; j < n; ++j) count += valid[j];
   return count;
 }
 
@@ -65,7 +59,7 @@ std::vector<double> interleaved_stats(const T* x, const Geometry& g, const uint8
     int64_t list[kMaxTileRows], count = mask ? 0 : rows;  // the valid rows
     for (int64_t j = 0; mask && j < rows; ++j) {          // no branch: it would be unpredictable
       list[count] = j;
-      count += mask[row + j];
+      count += mask[row + j] != 0;
     }
     const T* tile = x + row * g.channels;
     if (count > 0) loops<T>().moments_columns(tile, mask ? list : nullptr, count, g.channels, scratch, out);

@@ -54,12 +54,12 @@ __device__ __forceinline__ unsigned valid_bits(const uint8_t* mask, const Planar
     uint64_t bytes = 0;
     memcpy(&bytes, __builtin_assume_aligned(valid, W), W);
 #pragma unroll
-    for (int j = 0; j < W; ++j) bits |= static_cast<unsigned>(bytes >> 8 * j & 1) << j;
+    for (int j = 0; j < W; ++j) bits |= static_cast<unsigned>((bytes >> 8 * j & 255) != 0) << j;
     return bits;
   }
 #pragma unroll
   for (int j = 0; j < W; ++j) {
-    if (slot.holds(j)) bits |= static_cast<unsigned>(valid[j]) << j;
+    if (slot.holds(j)) bits |= static_cast<unsigned>(valid[j] != 0) << j;
   }
   return bits;
 }

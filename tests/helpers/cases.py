@@ -76,7 +76,7 @@ class Case:
         mask = torch.rand(samples, 1, *self.shape[1:], generator=generator) < 0.5
         if self.masks == "padded rank":
             mask[self.splits[0] :] = False
-        return mask
+        return with_other_bytes(mask)
 
     @property
     def last_in_training(self) -> int:
@@ -94,6 +94,12 @@ SHAPES_IN_LAYOUTS = [
     ((2, 3, 5, 6), "sliced"),
     ((2, 8, 3, 4, 5), "channels_last_3d"),
 ]
+
+
+def with_other_bytes(mask: Tensor) -> Tensor:
+    """Returns ``mask`` with any byte but 0 for True, as in a uint8 mask that is viewed as bool."""
+    places = torch.arange(mask.numel(), device=mask.device).view_as(mask)
+    return (mask * (255 - places % 255)).to(torch.uint8).view(torch.bool)
 
 
 def laid_out(tensor: Tensor, layout: str) -> Tensor:

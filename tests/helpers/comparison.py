@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bagua_syncbn._ops import IDENTITY, Activation, accumulate_dtype, per_channel, reduced_dims, reference
 from bagua_syncbn._ops.headers import header_sums_of
-from tests.helpers.cases import laid_out
+from tests.helpers.cases import laid_out, with_other_bytes
 from tests.helpers.tolerances import TOLERANCES, assert_close
 
 CALLER, CALL, FINGERPRINT = 7 * 2**24 + 5, 9, 2**36 - 2**14 + 7
@@ -68,7 +68,7 @@ def check(ops: Any, case: OpCase, dtype: torch.dtype) -> None:
         place(tensor.to(dtype), layout, offset)
         for tensor, layout, offset in zip(values, layouts, case.offsets, strict=True)
     )
-    mask = None if case.mask is None else make_mask(case.mask, case.shape)
+    mask = None if case.mask is None else with_other_bytes(make_mask(case.mask, case.shape))
     inside = torch.ones_like(input, dtype=torch.bool) if mask is None else mask.unsqueeze(1)
     mean, invstd = laid_out(torch.randn(2, channels), "transposed").to(accumulate).unbind()
     invstd.abs_().add_(0.5)

@@ -186,7 +186,7 @@ struct Access {
     if constexpr (!kMasked) return v;
     uint8_t bytes[kWidth<A>] = {};
     for (int64_t i = 0; !kWhole && i < count; ++i) bytes[i] = valid[i];
-    return keep<A>(-widen_bytes(kWhole ? valid : bytes, A()), v);
+    return keep<A>(widen_bytes(kWhole ? valid : bytes, A()) != 0, v);
   }
   // Zeroes the lanes that hold no value.
   template <typename A>
