@@ -16,8 +16,9 @@ Support load_kernels(int32_t device) {
   if (error == cudaErrorInsufficientDriver) return Support::kOldDriver;
   const auto no_image = {cudaErrorNoKernelImageForDevice, cudaErrorInvalidDeviceFunction, cudaErrorInvalidKernelImage,
                          cudaErrorUnsupportedPtxVersion, cudaErrorJitCompilerNotFound};
-  const bool is_known = std::find(no_image.begin(), no_image.end(), error) != no_image.end();
-  return is_known ? Support::kNoImage : Support::kRuns;  // the op reports any other error
+  if (std::find(no_image.begin(), no_image.end(), error) != no_image.end()) return Support::kNoImage;
+  expect_success(error);
+  return Support::kRuns;
 }
 
 void set_device(int32_t device) {

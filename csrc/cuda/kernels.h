@@ -21,7 +21,7 @@ void set_device(int32_t device);
 enum class Support : int32_t { kRuns, kOldDriver, kNoImage };
 Support support_of(int32_t device);
 
-// Makes `device` current and loads all kernels.
+// Makes `device` current and loads all kernels. Raises errors that may not recur, such as too little memory.
 Support load_kernels(int32_t device);
 
 // The stream of an op, and an allocator.

@@ -19,22 +19,20 @@ StreamGetter find_stream_getter() {
   return reinterpret_cast<StreamGetter>(dlsym(library, "aoti_torch_get_current_cuda_stream"));
 }
 
-// Support + 1 of each device, 0 if not queried yet. The size is torch's device limit.
+// Whether a device's kernels are loaded. The size is torch's device limit.
 constexpr int32_t kDevices = 128;
-std::atomic<int32_t> supports[kDevices];
+std::atomic<bool> loaded[kDevices];
 
 }  // namespace
 
 Support support_of(int32_t device) {
   check(device >= 0 && device < kDevices, "device", "an index from 0 to 127", device);
-  int32_t known = supports[device].load(std::memory_order_relaxed);
-  if (known == 0) {
-    // torch's guard restores the device of the thread, and creates no context if there was none.
-    const torch::stable::accelerator::DeviceGuard guard(device);
-    known = static_cast<int32_t>(load_kernels(device)) + 1;
-    supports[device].store(known);
-  }
-  return static_cast<Support>(known - 1);
+  if (loaded[device].load(std::memory_order_relaxed)) return Support::kRuns;
+  // torch's guard restores the device of the thread, and creates no context if there was none.
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  const Support support = load_kernels(device);
+  loaded[device].store(support == Support::kRuns);
+  return support;
 }
 
 Context::Context(const Tensor& input) : input_(input), guard_(input.get_device_index()) {
