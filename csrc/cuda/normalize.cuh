@@ -93,19 +93,23 @@ BAGUA_SYNCBN_ACTIVATIONS(BAGUA_SYNCBN_ACTIVATION)
 
 }  // namespace activations
 
-// Replaces each z with act(z) or act'(z).
+// Replaces each z with act(z) or act'(z). In float64 one value at a time, which needs fewer registers.
 template <bool kDerivative, typename A, int N>
 __device__ __forceinline__ void activate(A (&z)[N], int64_t activation, A parameter) {
-  switch (static_cast<Code>(activation)) {
+  constexpr int kAtOnce = sizeof(A) == 8 ? 1 : N;
+#pragma unroll
+  for (int first = 0; first < N; first += kAtOnce) {
+    switch (static_cast<Code>(activation)) {
 #define BAGUA_SYNCBN_CASE(name, ...)                                                  \
   case Code::k##name:                                                                 \
-    _Pragma("unroll") for (int i = 0; i < N; ++i) {                                   \
+    _Pragma("unroll") for (int i = first; i < first + kAtOnce; ++i) {                 \
       z[i] = kDerivative ? activations::name::template derivative<A>(z[i], parameter) \
                          : activations::name::template value<A>(z[i], parameter);     \
     }                                                                                 \
     break;
-    BAGUA_SYNCBN_ACTIVATIONS(BAGUA_SYNCBN_CASE)
+      BAGUA_SYNCBN_ACTIVATIONS(BAGUA_SYNCBN_CASE)
 #undef BAGUA_SYNCBN_CASE
+    }
   }
 }
 
