@@ -79,8 +79,8 @@ template <typename T>
 struct Loops {
   using A = Accumulate<T>;
 
-  // Planar: `rows` rows of n values of one channel, `stride` apart. `valid` has a byte per value, `count` of them not 0;
-  // null if all values are valid.
+  // Planar: `rows` rows of n values of one channel, `stride` apart. `valid` has a byte per value, `count` of them not
+  // 0; null if all values are valid.
   Pair (*moments)(const T* x, const uint8_t* valid, int64_t rows, int64_t n, int64_t stride, const Sample&,
                   int64_t count);
   // Interleaved: writes mean and m2 of each channel, [2][channels], to `out`. `list` has row indices; null for
