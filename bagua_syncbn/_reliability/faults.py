@@ -32,6 +32,8 @@ class FaultRecord:
         # A new thread has no active mode, transform or default device: ops can write to the tensor.
         with ThreadPoolExecutor(1) as thread:
             self.tensor = thread.submit(make).result()
+        if not self.is_checked_at_once:
+            _memory.append(self.tensor)
         address = self.tensor.data_ptr()  # read directly: faster than ops, and modes do not interfere
         self.kind, self._values = ctypes.c_int64.from_address(address), (ctypes.c_int64 * 8).from_address(address)
         _records.add(self)
@@ -61,6 +63,7 @@ class FaultRecord:
 
 
 _records: WeakSet[FaultRecord] = WeakSet()  # records of all live histories
+_memory: list[torch.Tensor] = []  # never freed, because a captured graph may write to it: 64 bytes for each record
 
 
 def check_ranks() -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import re
+import weakref
 from contextlib import nullcontext
 from functools import partial
 from unittest.mock import Mock, patch
@@ -470,6 +471,14 @@ def test_a_record_of_any_device_made_in_any_mode_is_checked(mode):
     ops.batch_norm_gather_stats(rows, None, None, None, None, 1e-5, record.tensor)
     with pytest.raises(RuntimeError, match=DIFFER):
         bagua_syncbn.check_ranks()
+
+
+def test_the_memory_of_a_record_on_a_device_outlives_it():
+    """A captured graph may still write to it."""
+    record = faults.FaultRecord("privateuseone", ())
+    memory = weakref.ref(record.tensor)
+    del record
+    assert memory() is not None
 
 
 def test_check_ranks_says_if_torch_cannot_wait_for_a_device():
