@@ -68,11 +68,12 @@ def _outcome(ops: Any, call: Call) -> list[Tensor]:
 def _agree(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
     """Returns whether a result of an op for ``dtype`` is right, up to rounding.
 
-    Allows rounding to the result's dtype, and to the accumulate dtype relative to the largest value of a channel.
+    Allows rounding to the result's dtype, by a unit of subnormal numbers, and to the accumulate dtype relative to the
+    largest value of a channel.
     """
     if not actual.is_floating_point():
         return torch.equal(actual, expected)
-    unit, rounding = torch.finfo(actual.dtype).eps, _ROUNDING[accumulate_dtype(dtype)]
+    limits, rounding = torch.finfo(actual.dtype), _ROUNDING[accumulate_dtype(dtype)]
     if actual.dim() < 2:  # overflows like the reference
         expected = expected.where(expected.isnan() | expected.to(actual.dtype).isfinite(), expected * torch.inf)
     # Replaces infinities with the largest float64, so that they compare equal, and NaN with a number that no result
@@ -80,4 +81,5 @@ def _agree(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
     actual, expected = (values.double().nan_to_num(4099) for values in (actual, expected))
     size = expected.abs()
     largest = size.amax(reduced_dims(size), keepdim=True) if size.dim() > 1 else size
-    return bool(((actual - expected).abs() <= size * (unit / 2) + largest * rounding).all())
+    allowed = size * (limits.eps / 2) + largest * rounding + limits.smallest_normal * limits.eps
+    return bool(((actual - expected).abs() <= allowed).all())

@@ -36,11 +36,12 @@ class _Input(NamedTuple):
     interleaved: bool = False  # (N, C, H, W) as channels_last
     scale: float = 1.0  # multiplies grad_output
     center: float = 1.0  # multiplies the means
+    unit: float = 1.0  # multiplies the input
     padding: int = 0  # number of invalid positions at the start of each row, with a mask
-    only_reduces: bool = False  # whether only reductions run, without options
+    is_plain: bool = False  # whether ops run without options, and a row of the second channel has NaN
 
 
-def _inputs(vector: int) -> list[_Input]:
+def _inputs(vector: int, smallest: float) -> list[_Input]:
     """Returns inputs for scalar loads and for loads of ``vector`` values.
 
     Each kernel runs on inputs with one part and with several parts per channel. Rows begin and end within vectors, and
@@ -61,10 +62,11 @@ def _inputs(vector: int) -> list[_Input]:
         _Input((3, 37, 10, 11), interleaved=True),  # the number of channels is not a multiple of the vector size
         _Input((7, 3 * vector), offset=vector // 2),
         # 396 parts, more than a block has threads. The first parts read a second batch.
-        _Input((25400, 17), center=center, only_reduces=True),
-        _Input((2, 1, 8450 * vector + 1), only_reduces=True),  # 33 parts of a planar channel, more than a warp
+        _Input((25400, 17), center=center, is_plain=True),
+        _Input((2, 2, 8450 * vector + 1), is_plain=True),  # 33 parts of a planar channel, more than a warp
         # Each thread reads a full batch of vectors.
-        _Input((1, 264, 127 * vector), offset=1, only_reduces=True),
+        _Input((1, 264, 127 * vector), offset=1, is_plain=True),
+        _Input((3, 5, 31), unit=smallest / 32, is_plain=True),  # subnormal numbers
     ]
 
 
@@ -81,10 +83,14 @@ class Exercise:
         self._noise = (torch.arange(7 * _PRIME, device=device) ** 3 % _PRIME).double() / _PRIME
 
     def calls(self) -> Iterator[Call]:
-        for number, given in enumerate(_inputs(min(16 // self.dtype.itemsize, 8))):
+        smallest = torch.finfo(self.dtype).smallest_normal
+        for number, given in enumerate(_inputs(16 // self.dtype.itemsize, smallest)):
             yield from self._on_input(number, given)
         yield from self._merging_ranks()
         empty, ones = self._of(torch.empty(0, _CHANNELS, device=self.device), self.dtype), self._full(_CHANNELS)
+        nan = torch.full_like(ones, torch.nan, dtype=self.dtype).unsqueeze(0)
+        for code in range(1, 1 + len(ACTIVATIONS)):
+            yield Call("batch_norm_elemt", (nan, None, None, ones, ones, None, code, 0.3))
         yield Call("batch_norm_stats", (empty, _CALLER, _CALL))
         yield Call("batch_norm_backward_reduce", (empty, empty, ones, ones, None, _FINGERPRINT))
 
@@ -94,11 +100,14 @@ class Exercise:
         deviation = 0.25 * 2 ** (channel % 5)
         center = (4 + 3 * (channel % 7)) * (1 - 2 * (channel % 2)) * given.center
         noise = self._some(*shape, skip=3 * number)
-        x = self._placed((noise * 4 - 2) * per_channel(deviation, noise) + per_channel(center, noise), given)
+        values = (noise * 4 - 2) * per_channel(deviation, noise) + per_channel(center, noise)
+        x = self._placed(values * given.unit, given)
         dy = self._placed((self._some(*shape, skip=999) + noise * 1.5) * given.scale, given)
-        mean, invstd = self._of(center - 2.1 * deviation), self._of(3.3 / deviation)
-        if given.only_reduces:
+        mean, invstd = self._of((center - 2.1 * deviation) * given.unit), self._of(3.3 / deviation)
+        if given.is_plain:
+            x[-1, 1] = torch.nan
             yield Call("batch_norm_stats", (x, _CALLER, _CALL))
+            yield Call("batch_norm_elemt", (x, None, None, mean, invstd))
             yield Call("batch_norm_backward_reduce", (dy, x, mean, invstd, None))
             return
         # Activations get values from -15 to 15, beyond their kinks and the range in which they change.

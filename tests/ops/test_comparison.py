@@ -182,6 +182,35 @@ def without_late_ranks(op, gathered, *options):
     return op(gathered[:32] if gathered.dim() == 2 else gathered, *options)
 
 
+def without_the_last_ranks(op, gathered, *options):
+    return op(gathered[: len(gathered) // 8 * 8] if gathered.dim() == 2 else gathered, *options)
+
+
+def without_subnormals(op, x, *options):
+    return op(x.where(x.abs() >= torch.finfo(x.dtype).smallest_normal, 0), *options)
+
+
+def without_nan_in_parts(op, *arguments):
+    is_large = arguments[0].numel() > 2**14
+    return op(*(each.nan_to_num() if is_large and isinstance(each, torch.Tensor) else each for each in arguments))
+
+
+def without_nan_in_activations(op, *arguments):
+    output, relu = op(*arguments), 1 + activations.ACTIVATIONS.index("relu")
+    return output.nan_to_num() if arguments[6:7] == (relu,) else output
+
+
+def with_vectors_at_half(op, x, *options):
+    return op(x, *options) + (x.dim() == 2 and x.data_ptr() % 16 == 8)
+
+
+def with_one_bit_of_a_mask(op, *arguments):
+    masks = [each for each in arguments if isinstance(each, torch.Tensor) and each.dtype == torch.bool]
+    for mask in masks:
+        mask.view(torch.uint8).bitwise_and_(1)
+    return op(*arguments)
+
+
 def without_header(word, op, gathered, *options):
     if gathered.dim() == 2:
         gathered[:, word - 3] = gathered[0, word - 3]
@@ -217,6 +246,12 @@ FAULTS = [
     ("elemt", torch.float16, without_tanh),
     ("elemt", torch.bfloat16, truncated),
     ("gather_stats", torch.float32, without_late_ranks),
+    ("gather_stats", torch.bfloat16, without_the_last_ranks),
+    *(("stats", dtype, without_subnormals) for dtype in (torch.float32, torch.float16)),
+    *((op, torch.float16, without_nan_in_parts) for op in ("stats", "backward_reduce")),
+    ("elemt", torch.float64, without_nan_in_activations),
+    *((op, torch.float32, with_vectors_at_half) for op in ("stats", "elemt")),
+    *((op, torch.float32, with_one_bit_of_a_mask) for op in ("stats", "backward_elemt")),
     *(("gather_stats", torch.float32, partial(without_header, word)) for word in range(3)),
     ("gather_stats", torch.float16, with_any_count),
     ("gather_stats", torch.bfloat16, with_any_variance),
