@@ -166,7 +166,7 @@ BAGUA_SYNCBN_HOST_DEVICE void record_fault(int64_t* record, const Fault& fault, 
     record[2 + w] = static_cast<int64_t>(first[0]);
     record[2 + header_size + w] = static_cast<int64_t>(first[fault.where * row_size_of(channels, header_size)]);
   }
-#if defined(__CUDA_ARCH__)
+#if defined(__CUDA_ARCH__) || defined(BAGUA_SYNCBN_IN_EMULATOR)
   __threadfence_system();
 #endif
   record[0] = fault.kind;

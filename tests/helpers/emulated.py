@@ -64,7 +64,7 @@ def _compile(flags: list[str], headers: Path, folder: Path) -> Path:
     kernels = [*including, "-include", str(precompiled.with_suffix("")), f"-I{CSRC / 'cuda'}"]
     stable = ["-DTORCH_TARGET_VERSION=0x020a000000000000", f"-isystem{Path(torch.__file__).parent / 'include'}"]
     bindings = [*flags, *stable]
-    files = {path: kernels for path in (CSRC / "cuda").glob("*.cu") if path.stem != "device"}
+    files = dict.fromkeys((CSRC / "cuda").glob("*.cu"), kernels)
     files[EMULATOR / "emulator.cpp"] = kernels
     files |= dict.fromkeys((CSRC / "cuda" / "torch" / "register.cpp", EMULATOR / "context.cpp"), bindings)
 
@@ -86,14 +86,14 @@ class Library(NamedTuple):
 
     Attributes:
         ops: torch.ops.bagua_syncbn_emulated, by name.
-        count_kernels: returns the number of kernels.
+        native: all functions of the library.
         launches: returns the names of the kernels launched since its last call, followed by " in parts" if several
             blocks share a channel.
         definitions: keeps the ops alive.
     """
 
     ops: SimpleNamespace
-    count_kernels: Callable[[], int]
+    native: ctypes.CDLL
     launches: Callable[[], list[str]]
     definitions: torch.library.Library
 
@@ -104,7 +104,7 @@ def load_library(path: Path) -> Library:
         definitions.define(schema)
     torch.ops.load_library(path)
     library = ctypes.CDLL(str(path))
-    library.forget_launches.restype = ctypes.c_char_p
+    library.forget_launches.restype, library.last_offset.restype = ctypes.c_char_p, ctypes.c_int64
     ops = SimpleNamespace(**{name: getattr(torch.ops.bagua_syncbn_emulated, name).default for name in SCHEMAS})
 
     def launches() -> list[str]:
@@ -112,4 +112,4 @@ def load_library(path: Path) -> Library:
         names = [re.sub(r".*kKernel\)[^=]*= ([^;]*);.*\]", r"\1", line) for line in lines]
         return [re.sub(r"bagua_syncbn::cuda::|{anonymous}::|\(anonymous namespace\)::", "", name) for name in names]
 
-    return Library(ops, library.count_kernels, launches, definitions)
+    return Library(ops, library, launches, definitions)

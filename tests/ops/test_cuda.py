@@ -5,6 +5,7 @@ or detect races between two waits of a thread.
 """
 
 import copy
+import ctypes
 import mmap
 import shutil
 import subprocess
@@ -86,6 +87,33 @@ def test_parts_that_need_64_bit_indices_are_refused(emulated, sizes):
         input = torch.frombuffer(memory, dtype=torch.bfloat16).view(sizes)
     with pytest.raises(RuntimeError, match="more than 2\\^30 values in a row, or slots in a channel"):
         emulated.batch_norm_stats(input)
+
+
+@pytest.mark.parametrize("reduces", [False, True])
+@pytest.mark.parametrize(("interleaved", "sizes"), [
+    (False, (2**18, 2**10, 17)), (False, (4, 2**21, 2**10)), (True, (2**18, 2**10, 17)), (True, (64, 2**27, 1)),
+])  # fmt: skip
+def test_offsets_and_steps_beyond_32_bits(library, interleaved, sizes, reduces):
+    last = library.native.last_offset(interleaved, *map(ctypes.c_int64, sizes), reduces)
+    assert 0 < torch.Size(sizes).numel() - last < 2**20
+
+
+def test_a_load_that_may_succeed_later_raises(library):
+    runs, old_driver, no_image, out_of_memory, unavailable = 0, 35, 209, 2, 46
+    assert [library.native.load_with(error) for error in (runs, old_driver, no_image)] == [0, 1, 2]
+    assert [library.native.load_with(error) for error in (out_of_memory, unavailable)] == [-1, -1]
+
+
+def test_a_fault_is_written_before_a_fence_and_its_kind_after(emulated, library):
+    record, at_fence = torch.zeros(8, dtype=torch.int64), (ctypes.c_int64 * 8).in_dll(library.native, "at_fence")
+    watched = ctypes.c_void_p.in_dll(library.native, "watched")
+    watched.value = record.data_ptr()
+    rows = torch.ones(3, 7)
+    rows[2, 4] = 5
+    emulated.batch_norm_gather_stats(rows, None, None, None, 0.1, 1e-5, record)
+    watched.value = None
+    assert record.tolist() == [1, 2, 1, 1, 1, 5, 1, 1]
+    assert list(at_fence) == [0, *record.tolist()[1:]]
 
 
 def test_tensors_on_different_devices_are_refused_by_name(emulated):

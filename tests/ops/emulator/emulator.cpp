@@ -42,6 +42,8 @@ namespace emulator {
 
 Place place;
 dim3 grid_size, block_size;
+extern "C" const int64_t* watched = nullptr;
+extern "C" int64_t at_fence[8] = {};
 
 namespace {
 
@@ -234,4 +236,56 @@ extern "C" const char* forget_launches() {
   static std::string forgotten;
   forgotten = std::exchange(emulator::launches, "");
   return forgotten.c_str();
+}
+
+// The runtime functions that device.cu calls.
+namespace {
+cudaError_t load_error = cudaSuccess;
+}
+extern "C" cudaError_t cudaSetDevice(int) {
+  return cudaSuccess;
+}
+extern "C" cudaError_t cudaGetLastError() {
+  return cudaSuccess;
+}
+extern "C" const char* cudaGetErrorString(cudaError_t) {
+  return "an error";
+}
+extern "C" cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, const void*) {
+  return load_error;
+}
+
+// Loads kernels, which fails with `error`. Returns a Support, or -1 if load_kernels raises.
+extern "C" int32_t load_with(int32_t error) {
+  load_error = static_cast<cudaError_t>(error);
+  try {
+    return static_cast<int32_t>(bagua_syncbn::cuda::load_kernels(0));
+  } catch (const std::runtime_error&) {
+    return -1;
+  }
+}
+
+namespace {
+// Returns the offset of the last slot of each block's last thread. Reads no memory, so the tensor can have any size.
+template <typename Walk, typename Plan>
+int64_t last_of(const Plan& plan) {
+  int64_t last = 0;
+  emulator::grid_size = plan.grid();
+  emulator::block_size = plan.block();
+  emulator::place.thread = {plan.block().x - 1, plan.block().y - 1, 0};
+  for (unsigned x = 0; x < plan.grid().x; ++x) {
+    for (unsigned y = 0; y < plan.grid().y; ++y) {
+      emulator::place.block = {x, y, 0};
+      for (Walk walk(plan, false); !walk.done();) last = std::max(last, walk.next().offset);
+    }
+  }
+  return last;
+}
+}  // namespace
+
+extern "C" int64_t last_offset(bool interleaved, int64_t batch, int64_t channels, int64_t inner, bool reduces) {
+  using namespace bagua_syncbn::cuda;
+  const bagua_syncbn::Geometry g{interleaved, batch, channels, inner};
+  if (interleaved) return last_of<InterleavedWalk<4>>(split_interleaved(g, 4, reduces));
+  return last_of<PlanarWalk<4>>(split_planar(g, 4, 0, reduces));
 }

@@ -15,6 +15,7 @@
 #include <cstring>
 #include <functional>
 
+#define BAGUA_SYNCBN_IN_EMULATOR
 #undef __shared__
 #define __shared__ static
 #undef __launch_bounds__
@@ -29,6 +30,10 @@ struct Place {
 };
 extern Place place;
 extern dim3 grid_size, block_size;
+
+// A fault record, and its values at the last fence.
+extern "C" const int64_t* watched;
+extern "C" int64_t at_fence[8];
 
 // Runs `kernel`. Returns nullptr, or a description of a thread's error.
 const char* launch(const char* name, dim3 blocks, dim3 threads, const std::function<void()>& kernel);
@@ -88,6 +93,9 @@ T __shfl_sync(unsigned mask, T value, int lane) {
   return __shfl_down_sync(mask, value, lane - static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x) % 32);
 }
 
+inline void __threadfence_system() {
+  if (emulator::watched != nullptr) std::memcpy(emulator::at_fence, emulator::watched, sizeof(emulator::at_fence));
+}
 inline int __popc(unsigned value) {
   return __builtin_popcount(value);
 }
