@@ -12,9 +12,8 @@
 namespace bagua_syncbn::cuda {
 
 inline void expect_success(cudaError_t error) {
-  if (error == cudaSuccess) return;
-  cudaGetLastError();  // clears the error, so that torch does not also report it
-  expect(false, cudaGetErrorString(error));
+  if (error != cudaSuccess) cudaGetLastError();  // clears the error, so that torch does not also report it
+  expect(error == cudaSuccess, cudaGetErrorString(error));
 }
 
 // All kernels of the library. load_kernels() loads them before the first launch.
@@ -65,7 +64,7 @@ void choose_kernel(DType dtype, const Geometry& g, std::initializer_list<const v
   dispatch(dtype, [&](auto value) {
     constexpr int kSize = sizeof(value);
     if (!takes_vectors(g, kSize, tensors)) return choose_layout(value, std::integral_constant<int, 1>());
-    choose_layout(value, std::integral_constant<int, vector_width(kSize)>());
+    choose_layout(value, std::integral_constant<int, kVectorBytes / kSize>());
   });
 }
 

@@ -49,11 +49,6 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }
 
-// Values per vector.
-constexpr int64_t vector_width(int64_t value_size) {
-  return kVectorBytes / value_size;
-}
-
 // Rounds `value` up to a power of two within [low, high], which are powers of two.
 inline int64_t power_of_two(int64_t value, int64_t low, int64_t high) {
   int64_t power = low;
@@ -132,7 +127,7 @@ inline int64_t parts_of(int64_t units, int64_t slots, int64_t width, bool reduce
 // Whether the kernels can load vectors from these addresses. Planar rows may be misaligned if all tensors are
 // misaligned by the same amount.
 inline bool takes_vectors(const Geometry& g, int64_t value_size, std::initializer_list<const void*> addresses) {
-  const int64_t width = vector_width(value_size);
+  const int64_t width = kVectorBytes / value_size;
   const auto offset = [](const void* address) { return reinterpret_cast<uintptr_t>(address) % kVectorBytes; };
   const auto first = offset(*addresses.begin());
   const auto same = [&](const void* address) { return offset(address) == first; };
