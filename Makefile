@@ -111,11 +111,13 @@ gpu-test: $(GPU_LIB)/built ## tests that need a GPU
 gpu-bench: $(GPU_LIB)/built ## ops against copies and ATen, layers against torch's SyncBatchNorm; build/bench/gpu.json
 	$(GPU_RUN) timeout 450 $(GPU_PYTHON) -m benchmarks --sections gpu --device cuda --output $(CURDIR)/build/bench/gpu.json $(ARGS)
 
-# Every kernel on small inputs of two dtypes. Each tensor has its own allocation, so that accesses beyond its end are
-# detected. Driver calls of torch that fail are not errors of the kernels.
+# Every kernel on small inputs of two dtypes; racecheck: of all. Each tensor has its own allocation, so that accesses beyond
+# its end are detected. Driver calls of torch that fail are not errors of the kernels.
 gpu-sanitize: gpu-memcheck gpu-racecheck gpu-initcheck ## the kernels under compute-sanitizer
 GPU_SANITIZER = $(GPU_RUN) PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout 155 compute-sanitizer --report-api-errors no
-GPU_SMALL = $(GPU_PYTEST) $(CURDIR)/tests/gpu/test_gpu_ops.py -k 'every_kernel and (torch.float32 or torch.float16)'
+GPU_SMALL = $(GPU_PYTEST) $(CURDIR)/tests/gpu/test_gpu_ops.py -k 'every_kernel and $(GPU_DTYPES)'
+GPU_DTYPES = (torch.float32 or torch.float16)
+gpu-racecheck: GPU_DTYPES = torch
 gpu-memcheck gpu-racecheck: gpu-%: $(GPU_LIB)/built
 	$(GPU_SANITIZER) --tool $* --kernel-name kns=bagua_syncbn --error-exitcode 9 $(GPU_SMALL)
 

@@ -128,7 +128,8 @@ def test_every_kernel_on_small_inputs(shape, dtype, on_cuda):
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("buffer_dtype", DTYPES, ids=str)
 def test_every_kernel_that_merges_ranks(buffer_dtype, momentum, on_cuda):
-    check_merge(ops, (4, 0, 7), 300, torch.float32, buffer_dtype, momentum)
+    for dtype in (torch.float32, torch.float64):
+        check_merge(ops, (4, 0, 7), 300, dtype, buffer_dtype, momentum)
 
 
 def test_a_first_call_in_a_capture_is_refused(monkeypatch):
