@@ -30,7 +30,8 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
         frame = frame.f_back
     names = frame.f_globals
     registry = names.setdefault("__warningregistry__", {})
-    warnings.warn_explicit(text, category, frame.f_code.co_filename, frame.f_lineno, names["__name__"], registry)
+    module = names.get("__name__", "<string>")  # code of exec may have no name
+    warnings.warn_explicit(text, category, frame.f_code.co_filename, frame.f_lineno, module, registry)
 
 
 class _Context(contextlib._GeneratorContextManager[None]):

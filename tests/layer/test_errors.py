@@ -175,7 +175,7 @@ def test_models_without_synchronized_layers_warn(context, recwarn):
             pass
     assert caught[0].filename == __file__
     with pytest.warns(UserWarning, match="^recompute_outputs: found no synchronized layer in BatchNorm1d"):
-        recompute_outputs(nn.BatchNorm1d(3))
+        exec("recompute_outputs(model)", {"recompute_outputs": recompute_outputs, "model": nn.BatchNorm1d(3)})
 
 
 @pytest.mark.parametrize(
