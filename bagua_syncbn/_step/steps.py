@@ -95,9 +95,10 @@ class TransformedStep(RankStep):
 
     def finish(self, call: Call, norm: Normalization) -> Tensor:
         def gather(input: Tensor) -> Statistics:
-            found = RankStep.prepare(self, call._replace(input=input, mask=lambda _: norm.masking))
-            assert found.statistics is not None
-            norm.statistics, norm.number = found.statistics, found.number
-            return found.statistics
+            if norm.statistics is None:  # else a checkpoint repeats the call
+                found = RankStep.prepare(self, call._replace(input=input, mask=lambda _: norm.masking))
+                norm.statistics, norm.number = found.statistics, found.number
+            assert norm.statistics is not None
+            return norm.statistics
 
         return differentiable_batch_norm(*call[:4], norm, gather)

@@ -244,6 +244,14 @@ def test_an_inner_region_is_created_inside_the_outer_one():
         shared.__enter__()
 
 
+def test_a_repeated_call_under_a_transform_reuses_statistics():
+    layer, region, x = SyncBatchNorm(3, momentum=None), Repeatable(), torch.randn(6, 3)
+    with torch.no_grad(), region:
+        first = torch.func.jvp(layer, (x,), (x,))
+    with unchanged(layer), region:
+        torch.testing.assert_close(torch.func.jvp(layer, (x,), (x,)), first, rtol=0, atol=0)
+
+
 def test_a_region_that_stays_open_in_backward_ends_with_it():
     """As after Ctrl-C in the end of the region."""
     layer, region, input = SyncBatchNorm(3), Repeatable(), torch.randn(4, 3, requires_grad=True)
