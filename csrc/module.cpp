@@ -1,7 +1,6 @@
 // The Python module bagua_syncbn._C. Importing it loads the library, whose static initializers register the kernels.
 #include "cpu/loops.h"
 #include "cuda/kernels.h"
-#include "ops.h"
 #include "python.h"
 
 namespace bagua_syncbn::cuda {
@@ -16,12 +15,6 @@ PyObject* cpu_capability(PyObject* const*) {
   return PyUnicode_FromString(bagua_syncbn::cpu_capability());
 }
 
-// (held): sets whether batch_norm_gather_stats skips running statistics in this thread.
-PyObject* hold_buffers(PyObject* const* arguments) {
-  bagua_syncbn::holds_buffers = arguments[0] == Py_True;
-  Py_RETURN_NONE;
-}
-
 // (device): returns the device's Support as an integer.
 PyObject* cuda_support(PyObject* const* arguments) {
   const auto device = static_cast<int32_t>(bagua_syncbn::integer_of(arguments[0]));
@@ -30,7 +23,6 @@ PyObject* cuda_support(PyObject* const* arguments) {
 
 PyMethodDef methods[] = {
     BAGUA_SYNCBN_METHOD(cpu_capability, 0),
-    BAGUA_SYNCBN_METHOD(hold_buffers, 1),
     {nullptr, nullptr, 0, nullptr},
 };
 PyMethodDef cuda_methods[] = {BAGUA_SYNCBN_METHOD(cuda_support, 1), {nullptr, nullptr, 0, nullptr}};

@@ -48,9 +48,6 @@ Tensor batch_norm_stats(const Tensor& input, std::optional<int64_t> caller, int6
   return packed;
 }
 
-// True while this thread recomputes a forward: its first run has updated the running statistics.
-inline thread_local bool holds_buffers = false;
-
 template <typename Device>
 std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(Tensor gathered, const OptionalTensor& running_mean,
                                                            const OptionalTensor& running_var,
@@ -75,11 +72,11 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(Tensor gathered, cons
     if (!tracks) return MutablePerChannel{};
     const DType buffer_dtype = check_channels(*running, name, channels, gathered);
     check(running->is_contiguous(), name, "a contiguous tensor", "a strided one");
-    return holds_buffers ? MutablePerChannel{} : MutablePerChannel{running->mutable_data_ptr(), buffer_dtype};
+    return MutablePerChannel{running->mutable_data_ptr(), buffer_dtype};
   };
   const MutablePerChannel mean_buffer = buffer(running_mean, "running_mean");
   const MutablePerChannel var_buffer = buffer(running_var, "running_var");
-  void* batches = num_batches_tracked && !holds_buffers ? num_batches_tracked->mutable_data_ptr() : nullptr;
+  void* batches = num_batches_tracked ? num_batches_tracked->mutable_data_ptr() : nullptr;
   make_contiguous(gathered);
   Tensor mean = allocate_vector(channels, dtype, gathered);
   Tensor invstd = allocate_vector(channels, dtype, gathered);

@@ -46,7 +46,7 @@ from .activations import IDENTITY, Activation, activation_of
 from .definition import DTYPES, HALF_DTYPES, accumulate_dtype, laid_out_as, per_channel, reduced_dims
 from .headers import HEADER_SIZE, HEADER_SUMS_SIZE, WORD, header_of, header_sums_of
 from .moments import Moments
-from .native import KERNELS, buffers_are_held, hold_buffers
+from .native import KERNELS
 from .running_stats import (
     NO_BUFFERS,
     Buffers,
@@ -56,6 +56,7 @@ from .running_stats import (
     is_clamped,
     merge_in_graph,
     merge_stats,
+    this_thread,
 )
 
 batch_norm_stats = torch.ops.bagua_syncbn.batch_norm_stats.default

@@ -1,21 +1,11 @@
 """``batch_norm_gather_stats``: merges the ranks' statistics and updates the running statistics."""
 
-import threading
-
 import torch
 from torch import Tensor
 
 from .definition import defines
 from .headers import HEADER_SUMS_SIZE, WORD, headers_differ, record, record_sums, row_layout
 from .moments import Moments, merge_dtype
-
-
-class _Thread(threading.local):
-    holds_buffers = False
-    """True while this thread recomputes a forward, whose first run already updated the buffers."""
-
-
-this_thread = _Thread()
 
 _MAX_HIGH = 2**29  # counts up to 2**53, which float64 holds exactly
 
@@ -76,8 +66,6 @@ def batch_norm_gather_stats(
     ranks: int = 1,
     number: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if this_thread.holds_buffers:
-        running_mean = running_var = num_batches_tracked = None
     summed = gathered.dim() == 1
     mean, var, total = _moments_of_sums(gathered, ranks, fault, number) if summed else _merge_rows(gathered, fault)
     # An unbiased variance needs two values. The count is on the device, so the host must not branch on it.

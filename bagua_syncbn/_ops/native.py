@@ -9,7 +9,6 @@ from typing import Any
 
 from .._sources import digest_of
 from .._warnings import warn
-from .gather_stats import this_thread
 
 _LIBRARY = "bagua_syncbn._C"
 WANTED = os.environ.get("BAGUA_SYNCBN_KERNELS") or "native"
@@ -71,19 +70,3 @@ def _explain_missing_library(folder: Path) -> str:
 KERNELS, PROBLEM = _load()
 """Kernels that compute the ops: ``"reference"``; or ``"native, cpu: "`` and the instruction set, followed by
 ``", cuda"`` if the library has CUDA kernels and ``WANTED`` is ``"native"``. ``PROBLEM``: the warning, or ""."""
-
-
-def buffers_are_held() -> bool:
-    """Returns whether ``batch_norm_gather_stats`` skips buffer updates in this thread."""
-    return this_thread.holds_buffers
-
-
-def hold_buffers(held: bool) -> None:
-    """Sets whether ``batch_norm_gather_stats`` skips buffer updates in this thread.
-
-    A recomputed forward skips these updates, because the first run updated the buffers. The op checks this flag,
-    because compiled code cannot.
-    """
-    this_thread.holds_buffers = held
-    if KERNELS != "reference":
-        import_module(_LIBRARY).hold_buffers(held)

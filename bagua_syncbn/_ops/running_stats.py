@@ -4,6 +4,7 @@
 below eps.
 """
 
+import threading
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -60,11 +61,21 @@ def merge_stats(received: Received, buffers: Buffers, options: Options) -> tuple
     return (merged[0], merged[1].clamp(max=options.eps**-0.5), merged[2]) if is_clamped else merged
 
 
+class _Thread(threading.local):
+    is_repeating = False
+    """True while this thread repeats a forward, whose first run has updated the buffers."""
+
+
+this_thread = _Thread()
+
+
 @torch.library.custom_op("bagua_syncbn::updated_buffers", mutates_args=())
 def _updated_buffers(
     message: Tensor, buffers: list[Tensor], momentum: float | None, skip_nonfinite: bool, summed_over: int
 ) -> list[Tensor]:
     mean, var, *counter = updated = [buffer.clone() for buffer in buffers]
+    if this_thread.is_repeating:  # compiled code runs all ops again; eager layers reuse their first statistics
+        return updated
     options = Options(momentum=momentum, skip_nonfinite=skip_nonfinite)
     merge_stats(Received(message, summed_over), (mean, var, counter[0] if counter else None), options)
     return updated

@@ -91,7 +91,7 @@ def _counted_once(layer: SyncBatchNorm) -> Iterator[None]:
     ``accumulate_statistics`` will.
     """
     counter = layer.num_batches_tracked
-    is_counted = not torch.compiler.is_compiling() and ops.buffers_are_held()
+    is_counted = not torch.compiler.is_compiling() and ops.this_thread.is_repeating
     is_counted |= any(hasattr(attachment, "counts_batches") for attachment in layer._sync_state.attachments)
     if counter is None or not is_counted:
         yield

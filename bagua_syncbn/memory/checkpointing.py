@@ -165,7 +165,7 @@ def _current_run() -> _Run | None:
 
 
 def _set_run(run: _Run | None) -> None:
-    ops.hold_buffers(run is not None and run.repeated is not None)
+    ops.this_thread.is_repeating = run is not None and run.repeated is not None
     hooks.prepare = run  # last, because the next call completes the removal of a run that is over
 
 

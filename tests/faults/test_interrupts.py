@@ -175,7 +175,7 @@ class Borrowed:
         ]
         layers = [vars(self.model[index])["_sync_state"] for index in (1, 3)]
         states = [(id(each), each.group, each.frozen_mode, each.attachments) for each in layers]
-        thread = hooks.see_output, ops.buffers_are_held(), saving_hooks(), torch.is_grad_enabled()
+        thread = hooks.see_output, ops.this_thread.is_repeating, saving_hooks(), torch.is_grad_enabled()
         random_states = torch.get_rng_state().tolist(), random.getstate()
         return parts, states, list(map(id, self.model.buffers())), thread, random_states, spec_of(None) is EVERYONE
 
