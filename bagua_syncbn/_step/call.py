@@ -88,7 +88,7 @@ class Normalization:
     """Running statistics for F.batch_norm."""
 
     def for_repetition(self) -> Normalization:
-        """Returns the normalization for a repetition of the call, in which F.batch_norm must not update the buffers."""
+        """Returns the normalization for a repetition of the call: F.batch_norm then does not update the buffers."""
         mean, var, _ = self.buffers
         if mean is None or var is None:
             return self

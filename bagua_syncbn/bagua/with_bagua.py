@@ -39,8 +39,8 @@ def with_bagua(
       :class:`~torch.nn.parallel.DistributedDataParallel`.
     - Without a job: no-op; it warns if ``WORLD_SIZE`` is above 1.
 
-    Synchronized layers of ``module`` get their name in ``module`` for messages, and ``process_group`` if they have no
-    group. Bagua ignores parameters and buffers with state dict names in ``module._bagua_params_and_buffers_to_ignore``.
+    Error messages show the names that layers have in ``module``. Layers without a group get ``process_group``. Bagua
+    ignores parameters and buffers with state dict names in ``module._bagua_params_and_buffers_to_ignore``.
 
     With torch, the module's class becomes a subclass. Call ``module.set_requires_gradient_sync(False)`` to accumulate
     gradients locally. Copy the module before: it cannot be deep-copied afterwards. Warns if ``module`` has no

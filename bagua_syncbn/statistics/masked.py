@@ -67,7 +67,7 @@ def masked(
 
     Args:
         model: the model, wrapped or not.
-        mask: a mask as for :func:`sync_batch_norm`, for all inputs (N, C, \\*) that it fits.
+        mask: mask of :func:`sync_batch_norm`, for all inputs (N, C, \\*) to which it broadcasts.
         rule: function for other input sizes, for example after a strided convolution: ``rule(mask, shape)`` returns
             the mask of an input of this shape, or None to use all positions. ``rule`` is usually called once per shape,
             until the mask changes.
