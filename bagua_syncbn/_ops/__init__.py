@@ -44,20 +44,11 @@ import torch
 from . import reference
 from .activations import IDENTITY, Activation, activation_of
 from .definition import DTYPES, HALF_DTYPES, accumulate_dtype, laid_out_as, per_channel, reduced_dims
+from .eps import clear_clamped, inverse_deviation, is_clamped
 from .headers import HEADER_SIZE, HEADER_SUMS_SIZE, WORD, header_of, header_sums_of
+from .merge import NO_BUFFERS, Buffers, Received, merge_in_graph, merge_stats, this_thread
 from .moments import Moments
 from .native import KERNELS
-from .running_stats import (
-    NO_BUFFERS,
-    Buffers,
-    Received,
-    clear_clamped,
-    inverse_deviation,
-    is_clamped,
-    merge_in_graph,
-    merge_stats,
-    this_thread,
-)
 
 batch_norm_stats = torch.ops.bagua_syncbn.batch_norm_stats.default
 batch_norm_gather_stats = torch.ops.bagua_syncbn.batch_norm_gather_stats.default
