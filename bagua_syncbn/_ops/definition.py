@@ -9,6 +9,8 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from .._torch.autograd import on_mutation_of_saved_tensors
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -40,6 +42,8 @@ def defines(fake: Callable[..., object], mutates: Sequence[str] = ()) -> Callabl
         library.define(SCHEMAS[name], tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
         torch.library.register_fake(f"bagua_syncbn::{name}", fake, lib=library)
         library.impl(name, function, "CompositeExplicitAutograd")
+        if mutates:
+            on_mutation_of_saved_tensors(f"bagua_syncbn::{name}", library)
         return function
 
     return define

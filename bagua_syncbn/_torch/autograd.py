@@ -136,3 +136,17 @@ def unseen_by_selective_checkpointing() -> AbstractContextManager[Any]:
     if not is_compiling and any(type(mode).__module__ == checkpoint.__name__ for mode in _dispatch_modes()):
         return torch._C._DisableTorchDispatch()
     return nullcontext()
+
+
+def on_mutation_of_saved_tensors(op: str, library: torch.library.Library) -> None:
+    """Makes ``op`` of ``library`` run under ``torch.autograd.graph.allow_mutation_on_saved_tensors``, which otherwise
+    requires all mutable arguments of an op. It clones saved tensors before an op writes to them."""
+
+    @torch.library.register_torch_dispatch(op, torch.autograd.graph._CloneArgBeforeMutateMode, lib=library)
+    def _(mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = {argument.name: value for argument, value in zip(op._schema.arguments, args, strict=False)} | kwargs
+        for argument in op._schema.arguments:
+            tensor = given.get(argument.name)
+            if tensor is not None and argument.alias_info is not None:
+                mode.__torch_dispatch__(torch.ops.aten.copy_.default, types, (tensor, tensor))  # changes no value
+        return op(*args, **kwargs)

@@ -10,7 +10,8 @@ from torch import nn
 from bagua_syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm
 from bagua_syncbn._ops.activations import ACTIVATIONS
 from bagua_syncbn.communicators import LOCAL
-from tests.helpers.cases import Case, check
+from bagua_syncbn.verification.steps import Twin
+from tests.helpers.cases import Case, check, compare, run_ranks
 from tests.helpers.observed import kept
 from tests.helpers.workers import Patched
 
@@ -52,6 +53,28 @@ def test_only_input_and_residual_are_stored(training):
         assert kept(lambda x, layer=layer: layer(x.clone()), batch) == 1
         stored = kept(lambda x, layer=layer: layer(x.clone(), x.clone()), batch)
         assert stored == (2 if activation else 1)
+
+
+def run_ranks_with_mutable_saved_tensors(cases):
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        return run_ranks(cases)
+
+
+def test_saved_tensors_may_be_mutated(pool):
+    """torch clones the tensors that an op writes to, if they are saved for backward."""
+    given = itertools.product((None, "silu", "relu"), (False, True), ("", "random"))
+    cases = [
+        Case((1, 4), (3, 5), torch.float64, options={"activation": activation}, residual=residual, masks=masks)
+        for activation, residual, masks in given
+    ]
+    for case, *results in zip(cases, *pool.run(run_ranks_with_mutable_saved_tensors, 2, cases), strict=True):
+        compare(case, results)
+    layer, batch = SyncBatchNorm(3, process_group=Twin()).eval(), torch.randn(4, 3, requires_grad=True)
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        before = layer(batch)
+        layer.train()(batch)  # writes to the running statistics that the evaluation saved
+        before.sum().backward()
+    torch.testing.assert_close(layer.weight.grad, batch.detach().sum(0) / (1 + layer.eps) ** 0.5)
 
 
 def test_activations_may_be_modules():
