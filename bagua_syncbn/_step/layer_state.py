@@ -32,7 +32,7 @@ class LayerState:
     steps: dict[tuple[bool, int], Step] = field(default_factory=dict)
     """Steps of the last calls: synchronized or not, by number of channels. Replicas share them."""
 
-    def attached(self, kind: type[_T]) -> _T | None:
+    def find(self, kind: type[_T]) -> _T | None:
         """Returns an attachment of class ``kind``, or None."""
         return next((attachment for attachment in self.attachments if isinstance(attachment, kind)), None)
 

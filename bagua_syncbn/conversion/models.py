@@ -60,7 +60,7 @@ def synchronized_layers(model: nn.Module, what: str) -> list[SyncBatchNorm]:
 
 
 @contextmanager
-def attached(model: nn.Module, what: str, make: Callable[[Any], _A | None]) -> Iterator[dict[Any, _A]]:
+def with_attachments(model: nn.Module, what: str, make: Callable[[Any], _A | None]) -> Iterator[dict[Any, _A]]:
     """Attaches ``make(layer)`` to each synchronized layer of ``model`` inside the context, as its outermost attachment.
 
     Skips layers for which ``make`` returns None. Yields a dict from layers to their new attachments. Warns, with the

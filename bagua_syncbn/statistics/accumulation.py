@@ -13,7 +13,7 @@ from .._step.call import Call, Statistics
 from .._step.checks import named
 from .._torch.autograd import is_capturing, is_without_data
 from .._warnings import context
-from ..conversion.models import attached
+from ..conversion.models import with_attachments
 from ..sync_batchnorm import SyncBatchNorm
 
 
@@ -95,9 +95,9 @@ def accumulate_statistics(model: nn.Module) -> Iterator[None]:
     """
 
     def outermost(layer: SyncBatchNorm) -> Accumulation | None:
-        return None if layer._sync_state.attached(Accumulation) else Accumulation(layer)
+        return None if layer._sync_state.find(Accumulation) else Accumulation(layer)
 
-    with attached(model, "accumulate_statistics", outermost) as accumulations:
+    with with_attachments(model, "accumulate_statistics", outermost) as accumulations:
         yield
         for layer, accumulation in accumulations.items():
             accumulation.update_buffers(layer)

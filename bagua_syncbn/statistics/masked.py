@@ -12,7 +12,7 @@ from .._step.checks import check_callable, check_flag, check_is_tensor
 from .._step.masks import fits, mask_size, masking_of
 from .._torch.autograd import current_mode
 from .._warnings import context
-from ..conversion.models import attached
+from ..conversion.models import with_attachments
 from ..sync_batchnorm import SyncBatchNorm
 
 MaskRule = Callable[[Tensor, torch.Size], Tensor | None]
@@ -89,10 +89,10 @@ def masked(
     check_flag("zero_masked", zero_masked)
     check_is_tensor("mask", mask)
     given = _ModelMask(mask, rule, zero_masked)
-    with attached(model, "masked", lambda layer: given):
+    with with_attachments(model, "masked", lambda layer: given):
         yield
 
 
 def is_masked(layer: SyncBatchNorm) -> bool:
     """Returns whether ``layer`` is in a model inside :func:`masked`."""
-    return layer._sync_state.attached(_ModelMask) is not None
+    return layer._sync_state.find(_ModelMask) is not None

@@ -14,7 +14,7 @@ from .._reliability.unsynchronized import check_launch
 from .._torch.modules import copy_all
 from .._warnings import warn
 from ..conversion.dry_run import batch_loop, dry_run
-from ..conversion.models import attached
+from ..conversion.models import with_attachments
 from ..sync_batchnorm import SyncBatchNorm
 from .accumulation import Accumulation
 from .model_merge import layers_with_statistics, merged_over_ranks
@@ -83,7 +83,7 @@ def recalibrate_statistics(
     check_launch(_NAME, spec)
     # An error during the pass reaches only peers that are waiting for a message, so all ranks meet first.
     communicator = meet(_NAME, module, spec, "before its batches")
-    with attached(module, _NAME, Accumulation) as found, dry_run(module, set(layers.values())):
+    with with_attachments(module, _NAME, Accumulation) as found, dry_run(module, set(layers.values())):
         run()
     own = {name: Moments.of_row(found[layer].row[0]) for name, layer in layers.items()}
     merged = merged_over_ranks(_NAME, module, own, communicator, "check batches and parameters for infinities and NaN")
