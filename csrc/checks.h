@@ -60,11 +60,11 @@ inline int64_t* fault_record(const OptionalTensor& fault) {
   return static_cast<int64_t*>(fault->mutable_data_ptr());
 }
 
-// Returns a row's header: the 24-bit halves of `caller` (layer, options), and `message_number`; empty for None.
-inline Header row_header(std::optional<int64_t> caller, int64_t message_number) {
-  if (!caller) return {};
+// Returns a row's header: the 24-bit halves of `identity` (layer, options), and `message_number`; empty for None.
+inline Header row_header(std::optional<int64_t> identity, int64_t message_number) {
+  if (!identity) return {};
   return {kRowHeader,
-          {static_cast<int32_t>(*caller / kWord), static_cast<int32_t>(*caller % kWord),
+          {static_cast<int32_t>(*identity / kWord), static_cast<int32_t>(*identity % kWord),
            static_cast<int32_t>(message_number)}};
 }
 

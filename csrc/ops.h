@@ -33,10 +33,10 @@ inline Epilogue epilogue_of(const OptionalTensor& residual, int64_t activation, 
 }
 
 template <typename Device>
-Tensor batch_norm_stats(const Tensor& input, std::optional<int64_t> caller, int64_t message_number,
+Tensor batch_norm_stats(const Tensor& input, std::optional<int64_t> identity, int64_t message_number,
                         const OptionalTensor& mask, bool summed) {
   const DType dtype = check_input(input);
-  const Header header = summed ? sums_header(caller.value_or(0)) : row_header(caller, message_number);
+  const Header header = summed ? sums_header(identity.value_or(0)) : row_header(identity, message_number);
   const DenseInput dense = to_dense(input);
   const Geometry& g = dense.geometry;
   const uint8_t* valid = valid_positions(mask, g.rows(), input);

@@ -49,18 +49,18 @@ def _tensor_of(numbers: Sequence[int], like: Tensor) -> Tensor:
 
 
 def batch_norm_stats(
-    input: Tensor, caller: int | None = None, number: int = 0, mask: Tensor | None = None, summed: bool = False
+    input: Tensor, identity: int | None = None, number: int = 0, mask: Tensor | None = None, summed: bool = False
 ) -> Tensor:
     if not _takes([mask], input):
-        return reference.batch_norm_stats(input, caller, number, mask, summed)
+        return reference.batch_norm_stats(input, identity, number, mask, summed)
     if summed:
-        return summed_stats(batch_norm_stats(input), caller)
+        return summed_stats(batch_norm_stats(input), identity)
     input = input.detach()
     # Runs the same kernels as torch.batch_norm_stats, but returns the variance. Updates no buffers, because none are
     # passed.
     mean, var = torch.batch_norm_update_stats(input, None, None, 0.0)
     count = input.numel() // input.size(1)
-    numbers = [count % WORD, count // WORD, *header_of(caller, number)]
+    numbers = [count % WORD, count // WORD, *header_of(identity, number)]
     return torch.cat([mean, var, _tensor_of(numbers, mean)])
 
 

@@ -12,7 +12,7 @@ from .._ops.definition import accumulate_dtype, per_channel
 from .._ops.headers import header_sums_of
 
 _PRIME = 2**16 + 1
-_CALLER, _CALL = 0xABCDE1 * 2**24 + 0x123457, 0x765431  # words that need 24 bits
+_IDENTITY, _NUMBER = 0xABCDE1 * 2**24 + 0x123457, 0x765431  # words that need 24 bits
 # More ranks than a warp has lanes, and not a multiple of the eight that a thread loads at once; more channels than a
 # block has threads. If one rank sends a part of this fingerprint that is smaller by 1, only integer arithmetic shows
 # it: float32 rounds the difference away.
@@ -91,7 +91,7 @@ class Exercise:
         nan = torch.full_like(ones, torch.nan, dtype=self.dtype).unsqueeze(0)
         for code in range(1, 1 + len(ACTIVATIONS)):
             yield Call("batch_norm_elemt", (nan, None, None, ones, ones, None, code, 0.3))
-        yield Call("batch_norm_stats", (empty, _CALLER, _CALL))
+        yield Call("batch_norm_stats", (empty, _IDENTITY, _NUMBER))
         yield Call("batch_norm_backward_reduce", (empty, empty, ones, ones, None, _FINGERPRINT))
 
     def _on_input(self, number: int, given: _Input) -> Iterator[Call]:
@@ -106,7 +106,7 @@ class Exercise:
         mean, invstd = self._of((center - 2.1 * deviation) * given.unit), self._of(3.3 / deviation)
         if given.is_plain:
             x[-1, 1] = torch.nan
-            yield Call("batch_norm_stats", (x, _CALLER, _CALL))
+            yield Call("batch_norm_stats", (x, _IDENTITY, _NUMBER))
             yield Call("batch_norm_elemt", (x, None, None, mean, invstd))
             yield Call("batch_norm_backward_reduce", (dy, x, mean, invstd, None))
             return
@@ -125,7 +125,7 @@ class Exercise:
 
         masked = self._placed(x.masked_fill(~mask.unsqueeze(1), torch.nan), given)
         for values, positions in ((x, None), (masked, mask)):
-            yield Call("batch_norm_stats", (values, _CALLER, _CALL, positions))
+            yield Call("batch_norm_stats", (values, _IDENTITY, _NUMBER, positions))
             if self.dtype != torch.float64 and number % 3 == 0:
                 yield Call("batch_norm_stats", (values, _FINGERPRINT, 0, positions, True))
         for epilogue in ((), (residual, *activations[0]), (residual,))[: 2 + (number % 4 == 0)]:
@@ -193,7 +193,7 @@ class Exercise:
     def _merge(self, gathered: Tensor, momentum: float | None, skips: bool) -> Call:
         mean, var = self._of(self._some(2, _CHANNELS, skip=99) + 0.5, self.dtype).unbind()
         buffers, record = (mean.clone(), var.clone(), torch.full((), 3, device=self.device)), self._record()
-        arguments = gathered, *buffers, momentum, 0.5, record, skips, _RANKS, _CALL
+        arguments = gathered, *buffers, momentum, 0.5, record, skips, _RANKS, _NUMBER
         return Call("batch_norm_gather_stats", arguments, (*buffers, record))
 
     def _header(self, differing: int | None) -> Tensor:

@@ -6,8 +6,8 @@ describes messages.
 
 ==============================  =====================================================================================
 ``batch_norm_stats``            Returns the message in forward: mean and biased variance per channel, the number of
-                                values per channel, and a header for ``caller`` and ``number``; if ``summed``, sums
-                                that add up over ranks, with ``caller`` as the fingerprint
+                                values per channel, and a header for ``identity`` and ``number``; if ``summed``, sums
+                                that add up over ranks, with ``identity`` as the fingerprint
 ``batch_norm_gather_stats``     Merges ``gathered``, with a row per rank or the sum over ``ranks``. Returns ``mean``
                                 (C), ``invstd`` (C) and ``count`` (int64 scalar). Updates the running statistics in
                                 place; with ``skip_nonfinite``, only if they are finite. If headers differ or a count is

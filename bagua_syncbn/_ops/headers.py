@@ -2,8 +2,8 @@
 
 Forward, one row per rank: ``[mean (C) | var (C) | low | high | header]``, with the biased variance. The number of
 values per channel is ``low + high * 2**24``, because float32 holds every integer only up to ``2**24``. The header is
-``layer, options, number``, 24 bits each, where ``caller = layer * 2**24 + options``. A row has no header, and an
-even size, if there is no caller.
+``layer, options, number``, 24 bits each, where ``identity = layer * 2**24 + options``. A row has no header, and an
+even size, if there is no identity.
 
 Backward, sums over ranks: ``[sum_g (C) | sum_g_xmu (C) | header_sums]``. The header sums are ``a, a**2, b, b**2, c,
 c**2`` for ``fingerprint = a + b * 2**12 + c * 2**24``; there are none without a fingerprint. The mean of the squares
@@ -32,9 +32,9 @@ def row_layout(gathered: Tensor) -> tuple[int, int]:
     return (gathered.size(1) - 2 - header_size) // 2, header_size
 
 
-def header_of(caller: int | None, number: int) -> list[int]:
+def header_of(identity: int | None, number: int) -> list[int]:
     """Returns the header for ``batch_norm_stats``."""
-    return [] if caller is None else [*divmod(caller, WORD), number]
+    return [] if identity is None else [*divmod(identity, WORD), number]
 
 
 def header_sums_of(fingerprint: int | None) -> list[int]:

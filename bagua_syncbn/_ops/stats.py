@@ -9,11 +9,11 @@ from .moments import Moments
 
 
 def _fake(
-    input: Tensor, caller: int | None = None, number: int = 0, mask: Tensor | None = None, summed: bool = False
+    input: Tensor, identity: int | None = None, number: int = 0, mask: Tensor | None = None, summed: bool = False
 ) -> Tensor:
     if summed:
         return input.new_empty(2 * input.size(1) + 1 + HEADER_SUMS_SIZE, dtype=torch.float64)
-    header = 0 if caller is None else HEADER_SIZE
+    header = 0 if identity is None else HEADER_SIZE
     return input.new_empty(2 * input.size(1) + 2 + header, dtype=accumulate_dtype(input.dtype))
 
 
@@ -26,12 +26,12 @@ def summed_stats(row: Tensor, fingerprint: int | None) -> Tensor:
 
 @defines(_fake)
 def batch_norm_stats(
-    input: Tensor, caller: int | None = None, number: int = 0, mask: Tensor | None = None, summed: bool = False
+    input: Tensor, identity: int | None = None, number: int = 0, mask: Tensor | None = None, summed: bool = False
 ) -> Tensor:
     if summed:
-        return summed_stats(batch_norm_stats(input, mask=mask), caller)
+        return summed_stats(batch_norm_stats(input, mask=mask), identity)
     input = input.detach()
-    row, channels = _fake(input, caller).zero_(), input.size(1)
+    row, channels = _fake(input, identity).zero_(), input.size(1)
     values = input.to(row.dtype)
     count: int | Tensor = input.numel() // max(channels, 1)
     if mask is not None:
@@ -41,7 +41,7 @@ def batch_norm_stats(
         # var_mean uses Welford's algorithm, which is exact even for a mean much larger than the deviation.
         var, mean = torch.var_mean(values, reduced_dims(input), correction=0)
         row[: 2 * channels] = torch.cat([mean, var])
-    fill(row[2 * channels :], [count % WORD, count // WORD, *header_of(caller, number)])
+    fill(row[2 * channels :], [count % WORD, count // WORD, *header_of(identity, number)])
     return row
 
 

@@ -99,10 +99,10 @@ def check_ranks() -> None:
 def describe(header: Sequence[float], recent: Collection[tuple[int, Signature]]) -> str:
     """Describes the message with this header, including its layer if this rank has sent the same message."""
     layer, options, number = map(int, header)
-    caller = layer * ops.WORD + options
-    text = "an error that this rank raised" if caller == RAISED else "a message unknown to this rank"
+    identity = layer * ops.WORD + options
+    text = "an error that this rank raised" if identity == RAISED else "a message unknown to this rank"
     for _, signature in tuple(recent):
-        if caller in (signature.caller, signature.compiled_caller):
+        if identity in (signature.identity, signature.compiled_identity):
             text = signature.text
     return f"{text}, message {number}" if number else f"{text}, in compiled code"
 

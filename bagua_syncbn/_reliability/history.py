@@ -18,13 +18,13 @@ from .signatures import Signature, exact_bits
 class Place:
     """A node in the graph of a group's message sequences. Links to the next place for each message sent here."""
 
-    __slots__ = ("after", "caller", "is_backward", "next")
+    __slots__ = ("identity", "is_backward", "places", "predicted")
 
-    def __init__(self, caller: int | None = None, is_backward: bool = False) -> None:
-        self.caller = caller  # caller of the message that leads here
+    def __init__(self, identity: int | None = None, is_backward: bool = False) -> None:
+        self.identity = identity  # identity of the message that leads here
         self.is_backward = is_backward  # whether a backward sent it
-        self.next: Signature | None = None  # the latest message sent here
-        self.after: dict[int, Place] = {}  # places by caller
+        self.predicted: Signature | None = None  # the latest message sent here
+        self.places: dict[int, Place] = {}  # by identity of the message that leads there
 
 
 class History:
@@ -46,10 +46,10 @@ class History:
         self._records: dict[str, FaultRecord] = {}  # by type of device
         self.place = self._start = Place()
         self._links = 0
-        # By caller of a message: the message that last broke a prediction after it.
+        # By identity of a message: the message that last broke a prediction after it.
         self._followed: dict[int | None, Signature] = {}
         self._numbers = WeakIdKeyDictionary()
-        self._callers: Counter[str] = Counter()
+        self._owners: Counter[str] = Counter()
 
     @property
     def number(self) -> int:
@@ -58,34 +58,34 @@ class History:
 
     def expected(self) -> Signature | None:
         """Predicts the next message from the messages of this step, or else from the last message."""
-        return self.place.next or self._followed.get(self.place.caller)
+        return self.place.predicted or self._followed.get(self.place.identity)
 
     def learn(self, signature: Signature) -> None:
         """Stores ``signature`` as the prediction for this place, where all ranks are about to send it.
 
-        The result depends only on callers, which are equal on all ranks, and not on the identity of signatures, because
-        caches may recreate these.
+        The result depends only on identities, which are equal on all ranks, and not on the Signature objects, which
+        caches may recreate.
         """
-        place, caller = self.place, signature.caller
-        if place.next is not None and place.next.caller == caller:
-            place.next = signature
+        place, identity = self.place, signature.identity
+        if place.predicted is not None and place.predicted.identity == identity:
+            place.predicted = signature
             return
         if self._links >= self.most:
             self._links, self._start, self._followed = 0, Place(), {}
-            self.place = place = Place(place.caller, place.is_backward)
-        place.next = self._followed[place.caller] = signature
-        if caller not in place.after:
+            self.place = place = Place(place.identity, place.is_backward)
+        place.predicted = self._followed[place.identity] = signature
+        if identity not in place.places:
             begins = place.is_backward and not signature.is_backward
             origin = self._start if begins else place
-            place.after[caller] = origin.after.setdefault(caller, Place(caller, signature.is_backward))
+            place.places[identity] = origin.places.setdefault(identity, Place(identity, signature.is_backward))
             self._links += 1
 
     def numbered(self, name: str, owner: object, kind: str) -> str:
         """Appends "#2" or higher to ``name`` if ``owner`` is not the first of this ``kind`` to make a call."""
         number: int | None = self._numbers.get(owner)
         if number is None:
-            self._callers[kind] += 1
-            number = self._numbers[owner] = self._callers[kind]
+            self._owners[kind] += 1
+            number = self._numbers[owner] = self._owners[kind]
         return f"{name} #{number}" if number > 1 else name
 
     def record_of(self, device_type: str) -> FaultRecord:

@@ -27,13 +27,13 @@ _TEXT_SIZE = 480  # size in bytes of a rank's description of its message
 class Probe:
     """A message of the kind and size that all ranks expect, with only the header of this rank's message."""
 
-    def __init__(self, history: History, caller: int, communicator: Communicator, device: torch.device) -> None:
+    def __init__(self, history: History, identity: int, communicator: Communicator, device: torch.device) -> None:
         self._recent, self._communicator, expected = history.recent, communicator, history.expected()
         self._summed, numel, dtype = False, ops.HEADER_SIZE, torch.float32
         if expected is not None:
             self._summed, numel, dtype = expected.summed, expected.numel, expected.dtype
-        fingerprint = hash((caller, history.number)) & history.exact_bits
-        self._header = ops.header_sums_of(fingerprint) if self._summed else ops.header_of(caller, history.number)
+        fingerprint = hash((identity, history.number)) & history.exact_bits
+        self._header = ops.header_sums_of(fingerprint) if self._summed else ops.header_of(identity, history.number)
         packed = torch.zeros(numel, dtype=dtype, device="cpu")
         packed[-len(self._header) :] = torch.tensor(self._header, dtype=dtype, device="cpu")
         self._packed = packed.to(device)

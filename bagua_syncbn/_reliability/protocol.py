@@ -54,11 +54,11 @@ class RankExchange(Exchange):
         number = 0 if signature.kind in history.compiled else history.messages % (ops.WORD - 1) + 1
         if self.summed:  # the ops add up a fingerprint instead of comparing headers
             return self.fingerprint(number, "forward"), number
-        return signature.caller if number else signature.compiled_caller, number
+        return signature.identity if number else signature.compiled_identity, number
 
     def fingerprint(self, number: int, which: Pass = "backward") -> int:
         signature, history = getattr(self._signature, which), self._history
-        header = (signature.caller, history.messages, number) if number else (signature.compiled_caller, 0)
+        header = (signature.identity, history.messages, number) if number else (signature.compiled_identity, 0)
         return hash(header) & history.exact_bits
 
     def share(self, packed: Tensor, which: Pass, number: int, read: Callable[..., _Result], *args: Any) -> _Result:
@@ -74,14 +74,14 @@ class RankExchange(Exchange):
             history.sending is not None
             or history.failure is not None
             or record.kind.value
-            or (history.place.next is not signature and number)
+            or (history.place.predicted is not signature and number)
         ):
             self._begin(signature, packed, number)
         history.sending = signature
         try:
             message = communicator.all_reduce(packed) if signature.summed else communicator.all_gather(packed)
             if number:
-                history.place = history.place.after[signature.caller]
+                history.place = history.place.places[signature.identity]
                 history.messages += 1
                 history.recent.append((history.messages, signature))
         except BaseException as error:
@@ -110,7 +110,7 @@ class RankExchange(Exchange):
             self._end_group(self._describe(signature, history.messages + 1, number), error)
             raise error
         try:
-            if number and history.place.next is not signature:
+            if number and history.place.predicted is not signature:
                 self._agree_on(signature, packed, number)
                 history.learn(signature)
         except BaseException as error:
@@ -157,13 +157,13 @@ class RankExchange(Exchange):
     def _agree_on(self, signature: Signature, packed: Tensor, number: int) -> None:
         """Sends a probe unless all ranks expect this message. Raises RuntimeError on all ranks if probes differ."""
         history, device, expected = self._history, packed.device, self._history.expected()
-        is_expected = expected is not None and expected.caller == signature.caller
+        is_expected = expected is not None and expected.identity == signature.identity
         if is_expected or is_capturing():
             return
         if history.device is None:  # the first message in the group
             watch(history, self.communicator)
         history.probes += 1
-        headers = Probe(history, signature.caller, self.communicator, device).send()
+        headers = Probe(history, signature.identity, self.communicator, device).send()
         if headers is not None:
             self._disagree(self._describe(signature, history.messages + 1, number), device, headers)
         history.device = device
@@ -204,10 +204,10 @@ class CompiledExchange(Exchange):
         super().__init__(communicator)
         self.summed = is_summed(call.input, communicator)
         name, kind, shared = getattr(communicator, "name", None), kind_of(call.layer), shared_options(call, options)
-        self._caller, self._fingerprint = note_compilation(name, communicator.size, kind, self.summed, *shared)
+        self._identity, self._fingerprint = note_compilation(name, communicator.size, kind, self.summed, *shared)
 
     def open(self) -> tuple[int, int]:
-        return self._caller, 0
+        return self._identity, 0
 
     def fingerprint(self, number: int) -> int:
         return self._fingerprint
@@ -255,8 +255,8 @@ def note_compilation(group_name: str | None, ranks: int, kind: str, summed: bool
     if group_name is not None:
         history = history_in(TorchCommunicator(group_named(group_name)))
         history.compiled.setdefault(signature.kind, set()).add(signature)
-    caller, backward = signature.compiled_caller, signature.backward.compiled_caller
-    header = hash((caller, 0)) & exact_bits(ranks) if summed else caller
+    identity, backward = signature.compiled_identity, signature.backward.compiled_identity
+    header = hash((identity, 0)) & exact_bits(ranks) if summed else identity
     return header, hash((backward, 0)) & exact_bits(ranks)
 
 

@@ -21,7 +21,7 @@ from .._step.call import Call
 from .._torch.autograd import as_number, is_recorded, untraced
 from ..communicators.c10d import sums_statistics
 
-RAISED = 0  # caller in the header of a rank that raised an error
+RAISED = 0  # identity in the header of a rank that raised an error
 
 
 @untraced
@@ -43,7 +43,7 @@ def exact_bits(ranks: int) -> int:
 class Signature:
     """The properties of a message that must be equal on all ranks."""
 
-    caller: int  # two hashes in one number: the layer; direction and options
+    identity: int  # two hashes in one number: the layer; direction and options
     kind: int  # hash of the model's class, or of the class of a layer outside of a model
     text: str  # for errors
     summed: bool  # whether messages are summed, instead of gathered
@@ -53,7 +53,7 @@ class Signature:
 
     def __post_init__(self) -> None:
         # Compiled code identifies a layer by the class of its model.
-        self.compiled_caller = self.kind * ops.WORD + self.caller % ops.WORD
+        self.compiled_identity = self.kind * ops.WORD + self.identity % ops.WORD
         # The messages of one forward; signature_of replaces two of them.
         self.forward = self.backward = self.derivative = self
 
@@ -87,9 +87,9 @@ def signature_of(name: str, kind: str, shared: tuple[Any, ...], summed: bool) ->
     details += f", {updates}" if updates else ""
 
     def signature(direction: str, summed: bool, numel: int, dtype: torch.dtype) -> Signature:
-        caller = word_of(name) * ops.WORD + word_of(f"{direction} ({details})")
+        identity = word_of(name) * ops.WORD + word_of(f"{direction} ({details})")
         text = f"{direction} of {name} ({details})"
-        return Signature(caller, word_of(kind), text, summed, numel, dtype, direction != "forward")
+        return Signature(identity, word_of(kind), text, summed, numel, dtype, direction != "forward")
 
     dtype = torch.float64 if is_double else torch.float32
     size = 2 * channels + ops.HEADER_SUMS_SIZE

@@ -28,7 +28,7 @@ class Exchange:
         self.communicator = communicator
 
     def open(self) -> tuple[int | None, int]:
-        """Begins a forward. Returns the arguments ``caller`` and ``number`` of ``batch_norm_stats``.
+        """Begins a forward. Returns the arguments ``identity`` and ``number`` of ``batch_norm_stats``.
 
         ``number`` is also the forward's number in the group; 0 if ranks do not count their messages.
         """

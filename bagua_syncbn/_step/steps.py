@@ -60,10 +60,10 @@ class RankStep(Step):
 
     def prepare(self, call: Call) -> Normalization:
         exchange, masking = self.exchange, None if call.mask is None else masking_in(call)
-        caller, number = exchange.open()
+        identity, number = exchange.open()
         # Arguments that are not passed cost nothing.
         extra = () if masking is None and not exchange.summed else (masking and masking.positions, exchange.summed)
-        row = ops.batch_norm_stats(call.input, caller, number, *extra)
+        row = ops.batch_norm_stats(call.input, identity, number, *extra)
         merge = call.accumulate or (ops.merge_in_graph if self.is_traced else ops.merge_stats)
         statistics = exchange.share(row, "forward", number, merge, call.buffers, self.options)
         return Normalization(self, call.layer, masking, statistics, number)

@@ -11,7 +11,7 @@ from bagua_syncbn._ops.headers import header_sums_of
 from tests.helpers.cases import laid_out, with_other_bytes
 from tests.helpers.tolerances import TOLERANCES, assert_close
 
-CALLER, CALL, FINGERPRINT = 7 * 2**24 + 5, 9, 2**36 - 2**14 + 7
+MESSAGE_IDENTITY, MESSAGE_NUMBER, FINGERPRINT = 7 * 2**24 + 5, 9, 2**36 - 2**14 + 7
 
 
 class OpCase(NamedTuple):
@@ -100,8 +100,8 @@ def check(ops: Any, case: OpCase, dtype: torch.dtype) -> None:
             assert_close(grad, expected, "grad_input in place")
     residual = residual if case.residual else None
 
-    packed = ops.batch_norm_stats(input, CALLER, CALL, mask)
-    expected = reference.batch_norm_stats(input.double(), CALLER, CALL, mask)
+    packed = ops.batch_norm_stats(input, MESSAGE_IDENTITY, MESSAGE_NUMBER, mask)
+    expected = reference.batch_norm_stats(input.double(), MESSAGE_IDENTITY, MESSAGE_NUMBER, mask)
     std = expected[channels : 2 * channels].sqrt()
     near = expected[: 2 * channels].abs() + torch.cat([std, std * std]) + 1e-30
     assert packed.dtype == accumulate

@@ -14,8 +14,8 @@ INVALID_COUNTS = [(torch.nan, 0), (-1, 0), (0.5, 0), (2.0**24, 0), (0, 2.0**30)]
 
 def gathered(ops, *headers, dtype=torch.float32):
     """Returns the rows of ranks with these headers; empty headers are not sent."""
-    callers = [(header[0] * 2**24 + header[1], header[2]) if header else () for header in headers]
-    return torch.stack([ops.batch_norm_stats(torch.randn(4, CHANNELS, 3, dtype=dtype), *caller) for caller in callers])
+    given = [(header[0] * 2**24 + header[1], header[2]) if header else () for header in headers]
+    return torch.stack([ops.batch_norm_stats(torch.randn(4, CHANNELS, 3, dtype=dtype), *args) for args in given])
 
 
 def summed(ops, *fingerprints):
