@@ -82,6 +82,7 @@ RESULTS := benchmarks/results
 bench-results: $(VENV)/installed-bench ## measures all results of docs/benchmarks.md; needs a quiet machine
 	$(BIN)/python -m benchmarks --sections local --output $(RESULTS)/cpu.json
 	$(BIN)/python -m benchmarks --sections stored --output $(RESULTS)/stored.json
+	$(BIN)/python -m benchmarks --sections exchange --ranks 2 --output $(RESULTS)/exchange.json
 	$(BIN)/python -m benchmarks --sections layers training --output $(RESULTS)/ranks.json
 	$(MAKE) bench-docs
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from matplotlib.ticker import LogLocator, NullLocator, PercentFormatter, StrMethodFormatter
 
 from .batches import layouts
+from .peers import OVER_GLOO
 from .recorded import Results, elements, of_section, quartiles, ratios, where
 from .sections.layers import synchronized
 from .svg import COLORS, chart
@@ -14,6 +15,7 @@ from .svg import COLORS, chart
 _ROW = 22
 _PEERS = {
     "ours": ("bagua_syncbn", "blue"),
+    OVER_GLOO: ("over gloo", "sky"),
     "naive": ("naive all-reduce", "orange"),
     "fairscale": ("fairscale", "red"),
     "torch_sync": ("nn.SyncBatchNorm", "muted"),
@@ -42,7 +44,7 @@ def peers(results: Results, path: Path, source: str) -> bool:
         for number, name in enumerate(names):
             rows = [row for row, case in enumerate(chosen) if name in case["microseconds"]]
             low, middle, high = zip(*(quartiles(ratios(chosen[row], name, "local")) for row in rows), strict=True)
-            heights = [row + 0.27 * (number - (len(names) - 1) / 2) for row in rows]
+            heights = [row + 0.8 / len(names) * (number - (len(names) - 1) / 2) for row in rows]
             ends += [*low, *high]
             label, color = _PEERS[name]
             axes.hlines(heights, low, high, COLORS[color], linewidth=2)

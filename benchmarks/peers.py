@@ -3,6 +3,7 @@
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,10 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import bagua_syncbn
+from bagua_syncbn.communicators import TorchCommunicator
 
 # Makes a layer for this number of channels and input dimensions; may raise ImportError.
 Maker = Callable[[int, int], nn.Module]
 
+OVER_GLOO = "ours over gloo"
 _LOCAL = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 
 
@@ -34,8 +37,7 @@ class _AllReduce(torch.autograd.Function):
 class NaiveSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     """A straightforward implementation: sums and counts through a differentiable all-reduce; autograd does the rest.
 
-    It deliberately has two common flaws: the variance is E[x^2] - E[x]^2, which cancels, and autograd saves each
-    intermediate tensor.
+    It deliberately has the two common flaws that docs/benchmarks.md names.
     """
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -58,6 +60,10 @@ class NaiveSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         return input * scale.view(shape) + (self.bias - mean * scale).view(shape)
 
 
+def _ours(channels: int, dimensions: int, process_group: Any = None) -> nn.Module:
+    return bagua_syncbn.convert_sync_batchnorm(_LOCAL[dimensions](channels), process_group)
+
+
 def _fairscale(channels: int, dimensions: int) -> nn.Module:
     from fairscale.experimental.nn import SyncBatchNorm
 
@@ -66,7 +72,7 @@ def _fairscale(channels: int, dimensions: int) -> nn.Module:
 
 
 MAKERS: dict[str, Maker] = {
-    "ours": lambda channels, dimensions: bagua_syncbn.convert_sync_batchnorm(_LOCAL[dimensions](channels)),
+    "ours": _ours,
     # Unsynchronized: the lower bound.
     "local": lambda channels, dimensions: _LOCAL[dimensions](channels),
     "naive": lambda channels, dimensions: NaiveSyncBatchNorm(channels),
@@ -81,7 +87,10 @@ def find(device: torch.device) -> dict[str, Maker]:
     All ranks of the job must call it.
     """
     makers: dict[str, Maker] = {}
-    for name, make in MAKERS.items():
+    candidates = dict(MAKERS)
+    if device.type == "cpu":  # without shared memory, like BAGUA_SYNCBN_EXCHANGE=collectives
+        candidates[OVER_GLOO] = partial(_ours, process_group=TorchCommunicator(dist.new_group()))
+    for name, make in candidates.items():
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

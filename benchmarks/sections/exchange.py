@@ -16,6 +16,7 @@ from ..timing import Workload, time_workload
 
 # Bytes per rank: a few channels, about 500 channels, and the limit of shared memory.
 SIZES = (256, 4096, 65536)
+_WAYS = "shared memory", "collectives"
 
 
 def cases(job: dict[str, Any], world_size: int) -> list[tuple[int]]:
@@ -47,8 +48,20 @@ def exchange_table(results: Results) -> str:
     def row(case: Case) -> list[str]:
         return [marked(case["ranks"], results), f"{case['bytes']:,}", *(cell(case, name) for name in names)]
 
-    names = [f"{kind}, {way}" for kind in ("gather", "sum") for way in ("shared memory", "collectives")]
+    names = [f"{kind}, {way}" for kind in ("gather", "sum") for way in _WAYS]
     return table(["ranks", "bytes of each", *names], map(row, of_section(results, "exchange")))
 
 
-TABLES = {"exchange": exchange_table}
+def messages_line(results: Results) -> str:
+    """Messages over two ranks, from the fastest to the slowest size."""
+    cases = [case for case in of_section(results, "exchange") if case["ranks"] == 2]
+
+    def span(kind: str, way: str) -> str:
+        times = [median(measured) for case in cases if (measured := case["microseconds"].get(f"{kind}, {way}"))]
+        return f"{min(times):,.0f} to {max(times):,.0f} µs to {kind}" if times else "not measured"
+
+    ways = ", ".join(f"{span('gather', way)} and {span('sum', way)} through {way}" for way in _WAYS)
+    return f"A message of {SIZES[0]} to {SIZES[-1]:,} bytes over two ranks took {ways} (medians)."
+
+
+TABLES = {"exchange": exchange_table, "messages": messages_line}

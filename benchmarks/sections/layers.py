@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..batches import Shape, layouts, make_batch
 from ..machine import thread_counts
-from ..peers import Maker
+from ..peers import OVER_GLOO, Maker
 from ..recorded import Case, Results, across_cases, elements, marked, of_section, ratios, table, table_of_ratios, where
 from ..timing import time_workload
 from .training import step_times
@@ -68,7 +68,7 @@ def measure(
     return {"shape": shape, "layout": layout, "threads": threads, **time_workload(workload, job)}
 
 
-_SYNCHRONIZED = "ours", "naive", "fairscale", "torch_sync"
+_SYNCHRONIZED = "ours", OVER_GLOO, "naive", "fairscale", "torch_sync"
 
 
 def synchronized(results: Results) -> tuple[list[str], list[Case]]:
@@ -106,7 +106,7 @@ def summary_table(results: Results) -> str:
     if times := step_times(results).get(2):
         steps = [f"{median(times[name]) / median(times['local']):.2f}" for name in peers]
         rows.insert(0, ["a small ResNet, 64 images in total", *steps])
-    names = ["bagua_syncbn" if name == "ours" else name for name in peers]
+    names = [name.replace("ours", "bagua_syncbn") for name in peers]
     header = ["step time over two ranks, relative to nn.BatchNorm", *names]
     return f"{table(header, rows)}\n\n{where(results)}; small messages {results['settings']['exchange']}."
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import bagua_syncbn
 from bagua_syncbn import _ops as ops
+from bagua_syncbn._step import by_torch
 
 from ..batches import Shape, layouts, make_batch
 from ..machine import thread_counts
@@ -28,6 +29,8 @@ SHAPES: tuple[Shape, ...] = (
 )
 # Memory traffic of each op, in sizes of the input; a copy has 2: one read and one write.
 MOVED = {"stats": 1, "elemt": 2, "backward_reduce": 2, "backward_elemt": 3}
+# The smallest inputs that our kernels compute in one process; F.batch_norm computes smaller ones.
+LEAST = {"planar": by_torch._WORTHWHILE_PLANAR, "interleaved": by_torch._WORTHWHILE_INTERLEAVED}
 
 
 def cases(job: dict[str, Any]) -> list[tuple[Shape, str, int]]:
@@ -104,11 +107,10 @@ def local_table(results: Results) -> str:
 def process_table(results: Results) -> str:
     """Summary of one process: geometric mean over inputs (minimum to maximum)."""
     measured = [case for case in of_section(results, "local") if "ours" in case["microseconds"]]
-    large = [case for case in measured if elements(case) >= 1e6]
     kinds = {
-        "a million values and more, planar": [case for case in large if case["layout"] == "planar"],
-        "a million values and more, interleaved": [case for case in large if case["layout"] != "planar"],
-        "fewer values": [case for case in measured if elements(case) < 1e6],
+        f"{layout}, {kind}": [c for c in measured if c["layout"] == layout and (elements(c) >= least) == is_native]
+        for layout, least in LEAST.items()
+        for kind, is_native in ((f"{least:,} values and more", True), ("fewer values", False))
     }
     rows = [
         [

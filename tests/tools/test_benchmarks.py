@@ -17,9 +17,10 @@ if not all(map(find_spec, ("matplotlib", "sklearn"))):  # imported by tests that
     pytest.skip("the benchmarks need more packages: pip install -e '.[bench]'", allow_module_level=True)
 
 import benchmarks.__main__
-from benchmarks import recorded, report
+from bagua_syncbn.communicators import TorchCommunicator
+from benchmarks import peers, recorded, report
 from benchmarks.recorded import of_section
-from benchmarks.sections import SECTIONS, stored
+from benchmarks.sections import SECTIONS, local, stored
 from benchmarks.sections.networks import NETWORKS
 from tests.helpers.workers import run_fresh
 
@@ -50,6 +51,8 @@ def test_a_run_measures_every_case_and_shows_its_tables(tmp_path):
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as shown:
         patch.setattr(sys, "argv", ["benchmarks", *arguments, "--output", str(output)])
         benchmarks.__main__.main()
+        over_gloo = peers.find(torch.device("cpu"))[peers.OVER_GLOO](4, 4)
+    assert type(over_gloo.process_group) is TorchCommunicator  # and not its subclass with shared memory
     dist.destroy_process_group()  # the section gpu creates it
     torch.set_num_threads(threads)
     results = json.loads(output.read_text())
@@ -57,13 +60,26 @@ def test_a_run_measures_every_case_and_shows_its_tables(tmp_path):
     for section in ("local", "gpu"):
         assert {(tuple(c["shape"]), c["layout"]) for c in of_section(results, section)} == set(inputs)
     assert len(of_section(results, "layers")) == 2
-    assert all({"ours", "local", "naive"} <= set(case["microseconds"]) for case in of_section(results, "layers"))
+    compared = {"ours", peers.OVER_GLOO, "local", "naive"}
+    assert all(compared <= set(case["microseconds"]) for case in of_section(results, "layers"))
     assert all(len(samples) >= 3 for case in results["cases"] for samples in case.get("microseconds", {}).values())
     measured = [module for name, module in SECTIONS.items() if name != "training"]
     names = ["machine", *(name for module in measured for name in module.TABLES)]
     assert list(report.tables(results)) == names
     assert all(f"## {name}\n" in shown.getvalue() for name in names)
     assert [path.stem for path in charts.draw_all(results, tmp_path)] == list(charts.CHARTS)
+
+
+def test_inputs_of_our_kernels_and_of_torch_have_separate_rows():
+    sizes = [(layout, least - rest) for layout, least in local.LEAST.items() for rest in (0, 1)]
+    cases = [
+        {"section": "local", "shape": [size], "layout": layout, "microseconds": {"ours": [number], "torch": [1]}}
+        for number, (layout, size) in enumerate(sizes, 1)
+    ]
+    rows = local.process_table({"cases": cases}).splitlines()[2:]
+    assert [[cell.strip() for cell in row.split("|")[2:4]] for row in rows] == [
+        ["1", f"{number:.2f} ({number:.2f} to {number:.2f})"] for number in (1, 2, 3, 4)
+    ]
 
 
 @pytest.mark.parametrize(("network", "share"), [
