@@ -1,5 +1,7 @@
 // batch_norm_stats: per-channel mean, biased variance and count, optionally with a mask, packed for the exchange.
 
+#include <cstring>
+
 #include "channels.h"
 #include "kernels.h"
 #include "work.h"
@@ -7,16 +9,23 @@
 namespace bagua_syncbn::cpu {
 namespace {
 
-// Returns the number of valid positions. Counts blocks in a byte, which compilers vectorize.
+// Returns the number of valid positions: of bytes other than 0. Counts eight bytes at a time.
 int64_t count_of(const uint8_t* valid, int64_t n) {
-  constexpr int64_t kMost = 255;
-  int64_t count = 0;
-  for (int64_t begin = 0; begin < n; begin += kMost) {
-    const int64_t end = std::min(begin + kMost, n);
-    uint8_t part = 0;
-    for (int64_t j = begin; j < end; ++j) part += valid[j] != 0;
-    count += part;
+  constexpr uint64_t kOnes = 0x0101010101010101, kLow = 0x7f * kOnes;
+  constexpr int64_t kWord = 8, kMost = 255;
+  int64_t count = 0, j = 0;
+  while (j + kWord <= n) {
+    const int64_t words = std::min(kMost, (n - j) / kWord);
+    uint64_t sums = 0;  // a count in each byte
+    for (int64_t w = 0; w < words; ++w, j += kWord) {
+      uint64_t word;
+      std::memcpy(&word, valid + j, kWord);
+      sums += (((word & kLow) + kLow) | word) >> 7 & kOnes;
+    }
+    constexpr uint64_t kEven = 0x00ff00ff00ff00ff;
+    count += static_cast<int64_t>(((sums & kEven) + (sums >> 8 & kEven)) * 0x0001000100010001 >> 48);
   }
+  for (; j < n; ++j) count += valid[j] != 0;
   return count;
 }
 
