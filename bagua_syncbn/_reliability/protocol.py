@@ -213,9 +213,7 @@ class CompiledExchange(Exchange):
         return self._fingerprint
 
     def total(self, values: Tensor, number: int) -> Tensor:
-        message = self.communicator.all_reduce(with_header(values, self._fingerprint))
-        total, differ = separated(message, self.communicator.size)
-        return total.where(~differ, torch.nan)
+        return recorded_total(values, self.communicator, self._fingerprint)
 
 
 def check_compiled(message: Tensor, communicator: shared_memory.SharedCommunicator, sums: bool) -> None:
@@ -246,6 +244,12 @@ def separated(message: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
     """Returns the sum of values in a sum of messages, and whether the ``ranks`` had different fingerprints."""
     total, header_sums = message.tensor_split([-ops.HEADER_SUMS_SIZE])
     return total, headers_differ(header_sums, ranks)
+
+
+def recorded_total(values: Tensor, communicator: Communicator, fingerprint: int) -> Tensor:
+    """Returns the sum of ``values`` (n) over ranks, in a recorded graph; NaN if ranks have different fingerprints."""
+    total, differ = separated(communicator.all_reduce(with_header(values, fingerprint)), communicator.size)
+    return total.where(~differ, torch.nan)
 
 
 @untraced  # compiled checkpoints do not allow traced side effects

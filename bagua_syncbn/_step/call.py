@@ -74,7 +74,7 @@ class Masking(NamedTuple):
 
 @dataclass(slots=True)
 class Normalization:
-    """What a call is normalized with. Checkpoints keep it for repetitions; contains no differentiable tensors."""
+    """Statistics and mask of a call. Checkpoints keep them for repetitions, so they hold no differentiable tensors."""
 
     step: Step
     layer: nn.Module | None

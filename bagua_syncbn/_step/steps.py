@@ -45,9 +45,10 @@ class Step:
 
 
 def masking_in(call: Call) -> Masking | None:
-    """Returns the checked mask of ``call``. Errors name the layer."""
+    """Returns the checked mask of ``call``, which has one. Errors name the layer."""
+    assert call.mask is not None
     try:
-        return None if call.mask is None else masking_of(call.input, call.mask)
+        return masking_of(call.input, call.mask)
     except (TypeError, ValueError, RuntimeError) as error:
         raise named(error, call.layer) from None
 
@@ -91,7 +92,7 @@ class TransformedStep(RankStep):
     """Training under a transform of torch.func or in forward mode, with derivatives of any order."""
 
     def prepare(self, call: Call) -> Normalization:
-        return Normalization(self, call.layer, masking_in(call))
+        return Normalization(self, call.layer, None if call.mask is None else masking_in(call))
 
     def finish(self, call: Call, norm: Normalization) -> Tensor:
         def gather(input: Tensor) -> Statistics:

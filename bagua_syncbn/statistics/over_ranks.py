@@ -11,7 +11,7 @@ from .._errors import notifies_peers
 from .._groups import LOCAL, Communicator, GroupSpec, ProcessGroupLike, spec_of
 from .._reliability.faults import differ_text
 from .._reliability.history import history_in
-from .._reliability.protocol import RankExchange, separated, with_header
+from .._reliability.protocol import RankExchange, recorded_total
 from .._reliability.signatures import Signature, exact_bits, word_of
 from .._reliability.unsynchronized import warn_at_launch
 from .._step.checks import check_is_tensor, check_number, check_tracer, is_distributed
@@ -155,9 +155,7 @@ def sum_over_ranks(
     check_tracer(communicator, packed)
     if is_recorded():  # compared only on the device, like the sums of compiled layers
         fingerprint = word_of(f"{what} ({details})") & exact_bits(communicator.size)
-        message = communicator.all_reduce(with_header(packed, fingerprint))
-        total, differ = separated(message, communicator.size)
-        return total.where(~differ, torch.nan)
+        return recorded_total(packed, communicator, fingerprint)
     history = history_in(communicator)
     if module is not None:
         what = f"{what} of {type(module).__name__}"
