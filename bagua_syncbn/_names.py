@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import OrderedDict
+from typing import Any, NamedTuple
 
 from torch import nn
 
 
-class ConvertedModel:
-    """Identity of a converted model, shared by the synchronized layers. Each copy of the model gets a new identity."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name  # name of the model's class
-
-
 class Origin(NamedTuple):
-    """Name and model of a converted layer."""
+    """Name and model of a converted layer. Plain data, which files contain."""
 
     name: str  # the layer's first name in the model
-    model: ConvertedModel
+    model: OrderedDict[str, str]  # {"name": class name}; its identity is the model's, and each copy has another
+
+
+class ConvertedModel(OrderedDict[str, str]):
+    """The model in files of 0.1."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.update(state)
 
 
 def origin_of(layer: nn.Module | None) -> Origin | None:
@@ -30,7 +31,7 @@ def origin_of(layer: nn.Module | None) -> Origin | None:
 def kind_of(layer: nn.Module | None) -> str:
     """Returns the class name of the layer's model, or of the layer itself outside of models."""
     origin = origin_of(layer)
-    return name_of(layer, "") if origin is None else origin.model.name
+    return name_of(layer, "") if origin is None else origin.model["name"]
 
 
 def name_of(module: nn.Module | None, name: str | None = None) -> str:

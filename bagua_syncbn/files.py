@@ -1,30 +1,16 @@
-"""Names that pickles and ``torch.save`` files of whole models contain, besides those of layer classes.
+"""Names in pickles and ``torch.save`` files of whole models, besides the classes of layers and wrappers.
 
-Files of earlier versions need every name and its positional arguments: a class may move inside the package, or become
-a function here, if old arguments still work.
+Later versions must keep them. Files of 0.1 contain all of them, with positional arguments.
 """
 
-from ._groups.spec import GroupSpec, RankGroup, spec_of
-from ._names import ConvertedModel, Origin
-from ._ops.activations import Activation
-from ._step.layer_state import LayerState
+from ._groups.spec import GroupSpec, RankGroup, spec_of  # noqa: F401
+from ._names import ConvertedModel, Origin  # noqa: F401
+from ._ops.activations import Activation  # noqa: F401
+from ._step.layer_state import LayerState  # noqa: F401
 from .conversion.classes import _new_layer as new_layer
 from .memory.fusing import FusedActivation
 from .memory.recomputing import _make_recomputing as make_recomputing
 
-_NAMES = {
-    "Activation": Activation,
-    "ConvertedModel": ConvertedModel,
-    "FusedActivation": FusedActivation,
-    "GroupSpec": GroupSpec,
-    "LayerState": LayerState,
-    "Origin": Origin,
-    "RankGroup": RankGroup,
-    "make_recomputing": make_recomputing,
-    "new_layer": new_layer,
-    "spec_of": spec_of,
-}
-
-# Pickle writes these two attributes as the name.
-for _name, _thing in _NAMES.items():
-    _thing.__module__, _thing.__qualname__ = __name__, _name
+for _thing in (ConvertedModel, FusedActivation, RankGroup, make_recomputing, new_layer):
+    # Pickle writes these two attributes as the name.
+    _thing.__module__, _thing.__qualname__ = __name__, _thing.__name__.removeprefix("_")

@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, ClassVar, NoReturn
@@ -13,8 +12,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import _ops as ops
 from ._errors import notifies_peers
-from ._groups import EVERYONE, ProcessGroupLike, spec_of
-from ._ops import activation_of
+from ._groups import EVERYONE, ProcessGroupLike, spec_in_file, spec_of
+from ._names import Origin
+from ._ops import Activation, activation_of
 from ._ops.options import Options, options_of
 from ._step.call import Call
 from ._step.checks import check_dimensions, checked_options, named
@@ -240,8 +240,24 @@ class SyncBatchNorm(_BatchNorm):
         reduced: Any = super().__reduce_ex__(protocol)
         if not isinstance(reduced[2], dict):  # returned by a subclass's __getstate__
             return reduced
-        # The copy has no attachments or caches.
-        return *reduced[:2], {**reduced[2], "_sync_state": copy(self._sync_state)}, *reduced[3:]
+        # Plain data: files contain only the layer's class. Without attachments and steps.
+        state, held = dict(reduced[2]), self._sync_state
+        origin = None if held.origin is None else tuple(held.origin)
+        state["_sync_state"] = {"group": held.group, "origin": origin, "frozen_mode": held.frozen_mode}
+        if isinstance(state.get("fused_activation"), Activation):
+            state["fused_activation"] = tuple(state["fused_activation"])
+        return *reduced[:2], state, *reduced[3:]
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        held, saved = vars(self), vars(self).get("_sync_state")
+        if isinstance(saved, dict):
+            origin = None if saved["origin"] is None else Origin(*saved["origin"])
+            held["_sync_state"] = LayerState(spec_in_file(saved["group"]), origin, saved["frozen_mode"])
+        if isinstance(held.get("group_before"), dict):  # the group of a converted torch.nn.SyncBatchNorm
+            held["group_before"] = spec_in_file(held["group_before"])
+        if type(held.get("fused_activation")) is tuple:
+            held["fused_activation"] = Activation(*held["fused_activation"])
 
     def __prepare_scriptable__(self) -> NoReturn:
         # torch.jit.script replaces the layer in the model with the result, so the model would be unsynchronized.

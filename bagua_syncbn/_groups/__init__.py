@@ -2,7 +2,7 @@
 
 from .arguments import ProcessGroupLike
 from .communicator import LOCAL, Communicator, LocalCommunicator
-from .spec import DESTROYED, EVERYONE, FORKED, GroupSpec, RankGroup, engines, replaced_groups, spec_of
+from .spec import DESTROYED, EVERYONE, FORKED, GroupSpec, RankGroup, engines, replaced_groups, spec_in_file, spec_of
 from .texts import CAUSES, ranks_by_text, text_of_argument, text_of_ranks
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "engines",
     "ranks_by_text",
     "replaced_groups",
+    "spec_in_file",
     "spec_of",
     "text_of_argument",
     "text_of_ranks",

@@ -5,6 +5,7 @@ can be copied and saved. In a single-rank job, every rule selects that rank.
 """
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -270,8 +271,10 @@ class GroupSpec:
         return spec_of(copy.deepcopy(self.description, memo)) if self.rule is None else self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Not spec_of for rules: it raises in jobs without these ranks, where users must be able to load the layer.
-        return (spec_of, (self.description,)) if self.rule is None else (GroupSpec, (self.rule,))
+        # Plain data: files contain no class of this package.
+        rule = self.rule
+        saved = ("ranks", rule.ranks) if isinstance(rule, RankGroup) else ("process_group", self.description)
+        return OrderedDict, (), None, None, iter([saved])
 
     def __repr__(self) -> str:
         if self.get_given is None or self.description is not None:
@@ -280,6 +283,16 @@ class GroupSpec:
 
 
 EVERYONE = GroupSpec()
+
+
+def spec_in_file(saved: Any) -> GroupSpec:
+    """Returns the specification in a copy or a file. Does not raise in jobs without these ranks."""
+    if isinstance(saved, GroupSpec):
+        return saved
+    if "ranks" in saved:
+        return GroupSpec(RankGroup(tuple(saved["ranks"])))
+    group = saved["process_group"]
+    return spec_of(group) if group is None or isinstance(group, Communicator) else GroupSpec(_rule_of(group))
 
 
 _replacement: GroupSpec | None = None

@@ -5,6 +5,7 @@ valid. ``layer.__class__`` changes, usually to a class that inherits from the ol
 :class:`SyncBatchNorm`, so that method resolution finds ``SyncBatchNorm.forward`` instead of torch's.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from copy import copy
@@ -15,7 +16,7 @@ from torch import nn
 
 from .._errors import undone_on_error
 from .._groups import EVERYONE, GroupSpec, ProcessGroupLike, spec_of
-from .._names import ConvertedModel, Origin, name_of
+from .._names import Origin, name_of
 from .._step.checks import check_flag
 from .._step.layer_state import LayerState
 from .._torch.modules import forget_compiled_code
@@ -186,10 +187,11 @@ def name_layers(module: nn.Module) -> None:
     """Stores in each synchronized layer the name in ``module`` and the model's identity, for messages."""
     name = type(module).__name__
     layers = {name: layer for name, layer in module.named_modules() if name and isinstance(layer, SyncBatchNorm)}
-    before = {layer._sync_state.origin.model for layer in layers.values() if layer._sync_state.origin is not None}
-    model = before.pop() if len(before) == 1 else None
-    if model is None or model.name != name:  # else, the model was already converted
-        model = ConvertedModel(name)
+    origins = [layer._sync_state.origin for layer in layers.values() if layer._sync_state.origin is not None]
+    before = {id(origin.model): origin.model for origin in origins}
+    model = before.popitem()[1] if len(before) == 1 else None
+    if model is None or model["name"] != name:  # else, the model was already converted
+        model = OrderedDict(name=name)
     for name, layer in layers.items():
         layer._sync_state.origin = Origin(name, model)
 

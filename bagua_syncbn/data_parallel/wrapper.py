@@ -49,6 +49,8 @@ class DataParallelWithCallback(nn.DataParallel):  # pyrefly: ignore[implicit-any
         >>> model(images).sum().backward()
     """
 
+    __module__ = "bagua_syncbn.data_parallel"  # for pickle
+
     _shares_devices = False
 
     def __init__(

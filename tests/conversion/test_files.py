@@ -3,25 +3,75 @@
 import copy
 import io
 import pickle
-import pickletools
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 import bagua_syncbn
-from bagua_syncbn import SyncBatchNorm, SyncBatchNorm2d
+from bagua_syncbn import SyncBatchNorm, SyncBatchNorm2d, data_parallel, vacancy
 from bagua_syncbn._names import origin_of
 from bagua_syncbn.communicators import RankGroup
+from tests.helpers.user_layers import BatchNormReLU
 
 DATA = Path(__file__).parents[1] / "data"
-CLASSES = {f"bagua_syncbn.sync_batchnorm SyncBatchNorm{end}" for end in ("", "1d", "2d", "3d")}
+LAYER = "sync_batchnorm.SyncBatchNorm2d"
+NEW, RECOMPUTING, FUSED = "files.new_layer", "files.make_recomputing", "files.FusedActivation"
 
 
-class Doubled(nn.BatchNorm2d):
-    def forward(self, input):
-        return 2 * super().forward(input)
+def converted(*layers, group=None):
+    return bagua_syncbn.convert_sync_batchnorm(nn.Sequential(*layers), group)
+
+
+def frozen():
+    return bagua_syncbn.freeze_statistics(converted(nn.BatchNorm2d(3)))
+
+
+def fused():
+    return bagua_syncbn.fuse_activations(converted(nn.BatchNorm2d(3), nn.LeakyReLU(0.5)))
+
+
+# Each kind of model, and the names of this package in its files.
+KINDS = {
+    "built": (lambda: SyncBatchNorm2d(3, activation="relu"), {LAYER}),
+    "converted": (lambda: converted(nn.BatchNorm2d(3)), {LAYER}),
+    "derived": (lambda: converted(BatchNormReLU(3)), {NEW}),
+    "torch": (lambda: converted(nn.SyncBatchNorm(3)), {NEW, "sync_batchnorm.SyncBatchNorm"}),
+    "frozen": (frozen, {LAYER}),
+    "fused": (fused, {LAYER, FUSED}),
+    "recomputed": (lambda: bagua_syncbn.recompute_outputs(fused()), {LAYER, FUSED, RECOMPUTING}),
+    "recomputed layer": (lambda: bagua_syncbn.recompute_outputs(SyncBatchNorm2d(3)), {LAYER, RECOMPUTING}),
+    "reverted": (lambda: bagua_syncbn.revert_sync_batchnorm(SyncBatchNorm(3)), {"sync_batchnorm.BatchNorm"}),
+    "replicas": (
+        lambda: data_parallel.DataParallelWithCallback(frozen()), {LAYER, "data_parallel.DataParallelWithCallback"}
+    ),
+    "vacancy": (lambda: vacancy.SynchronizedBatchNorm2d(3), {"vacancy.SynchronizedBatchNorm2d"}),
+}  # fmt: skip
+
+
+def through_checked_file(model, expected):
+    """Returns ``model`` loaded from a file, by ``weights_only`` if its classes can be imported; checks the names."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    names = get_unsafe_globals_in_checkpoint(file)
+    assert {name.removeprefix("bagua_syncbn.") for name in names if name.startswith("bagua_syncbn")} == expected
+    file.seek(0)
+    with safe_globals([*map(type, model.modules()), nn.LeakyReLU, Alone]):
+        return torch.load(file, weights_only=not expected & {NEW, RECOMPUTING})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_contain_public_names_and_plain_data(kind):
+    make, expected = KINDS[kind]
+    model = make()
+    for twin in (through_checked_file(model, expected), copy.deepcopy(model)):
+        assert repr(twin) == repr(model)
+        assert [type(part) for part in twin.modules()] == [type(part) for part in model.modules()]
 
 
 class Alone:
@@ -36,47 +86,13 @@ class Alone:
         return tensor
 
 
-def converted(*layers, group=None):
-    return bagua_syncbn.convert_sync_batchnorm(nn.Sequential(*layers), group)
-
-
-MODELS = {
-    "built": lambda: nn.Sequential(SyncBatchNorm(3), SyncBatchNorm2d(3, activation=("elu", 0.5))),
-    "converted": lambda: converted(nn.BatchNorm2d(3), nn.BatchNorm2d(3)),
-    "derived": lambda: converted(Doubled(3)),
-    "torch": lambda: converted(nn.SyncBatchNorm(3)),
-    "frozen": lambda: bagua_syncbn.freeze_statistics(converted(nn.BatchNorm2d(3))),
-    "fused": lambda: bagua_syncbn.fuse_activations(converted(nn.BatchNorm2d(3), nn.ReLU())),
-    "recomputed": lambda: bagua_syncbn.recompute_outputs(converted(nn.BatchNorm2d(3), nn.ReLU())),
-    "recomputed layer": lambda: bagua_syncbn.recompute_outputs(converted(Doubled(3))[0]),
-    "number": lambda: converted(nn.BatchNorm2d(3), group=2),
-    "node": lambda: converted(nn.BatchNorm2d(3), group="node"),
-    "lists": lambda: converted(nn.BatchNorm2d(3), group=[[0, 1], [2]]),
-    "ranks": lambda: converted(nn.BatchNorm2d(3), group=RankGroup((0, 1))),
-    "communicator": lambda: converted(nn.BatchNorm2d(3), group=Alone()),
-}
-
-
-def names_in(data):
-    """Returns the global names that the pickle ``data`` contains."""
-    names, strings = set(), []
-    for op, argument, _ in pickletools.genops(data):
-        if op.name == "GLOBAL":
-            names.add(argument)
-        elif op.name == "STACK_GLOBAL":
-            names.add(" ".join(strings[-2:]))
-        elif isinstance(argument, str):
-            strings.append(argument)
-    return names
-
-
-@pytest.mark.parametrize("kind", MODELS)
-def test_files_name_no_private_module(kind):
-    # Protocol 2, the default of torch.save, contains every name in one opcode.
-    names = {name for name in names_in(pickle.dumps(MODELS[kind](), 2)) if name.startswith("bagua_syncbn")}
-    allowed = CLASSES | {f"bagua_syncbn.files {name}" for name in bagua_syncbn.files._NAMES}
-    assert names
-    assert names <= allowed
+@pytest.mark.ranks(2)
+def test_files_contain_groups_as_plain_data():
+    groups = dist.new_group([0, 1]), dist.group.WORLD, init_device_mesh("cpu", (2,)), dist.new_group([0])
+    for group in (*groups, 2, "node", [[0], [1]], RankGroup((0, 1)), Alone()):
+        through_checked_file(converted(nn.BatchNorm2d(3), group=group), {LAYER})
+    former = converted(nn.SyncBatchNorm(3, process_group=groups[0]))
+    through_checked_file(former, {NEW, "sync_batchnorm.SyncBatchNorm"})
 
 
 def saved():
@@ -106,24 +122,8 @@ def test_files_of_earlier_versions_train(path):
 
 
 def test_two_models_in_a_file_stay_two():
-    first, second = MODELS["converted"](), MODELS["converted"]()
+    first, second = converted(*map(nn.BatchNorm2d, (3, 3))), converted(*map(nn.BatchNorm2d, (3, 3)))
     for twins in (copy.deepcopy([first, second]), pickle.loads(pickle.dumps([first, second]))):
         models = [{id(origin_of(layer).model) for layer in twin} for twin in twins]
         assert [len(model) for model in models] == [1, 1]
         assert models[0] != models[1]
-
-
-def test_weights_only_opens_state_dicts_and_allowed_models():
-    model, file = MODELS["fused"](), io.BytesIO()
-    torch.save(model.state_dict(), file)
-    file.seek(0)
-    model.load_state_dict(torch.load(file, weights_only=True))
-
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    files = bagua_syncbn.files
-    ours = [SyncBatchNorm2d, files.Activation, files.ConvertedModel, files.FusedActivation]
-    ours += [files.LayerState, files.Origin, files.spec_of]
-    with torch.serialization.safe_globals([nn.Sequential, nn.ReLU, *ours]):
-        assert repr(torch.load(file, weights_only=True)) == repr(model)
