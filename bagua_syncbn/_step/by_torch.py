@@ -72,13 +72,19 @@ class LocalStep(Step):
         check_local_count(call.input, call.layer)
         if not self._suits_torch or call.has_mask or not _is_fast(call):
             return self._otherwise.prepare(call)
-        mean, _, counter = call.buffers
-        if mean is not None and counter is not None:
-            counter.add_(1)
-        return Normalization(self, call.layer, buffers=call.buffers)
+        buffers = ops.NO_BUFFERS if call.buffers[0] is None else call.buffers
+        return Normalization(self, call.layer, buffers=buffers)
 
     def finish(self, call: Call, norm: Normalization) -> Tensor:
-        return _by_torch(call, norm, norm.buffers, self.options.momentum)
+        counter = norm.buffers[2]  # None if a checkpoint repeats the call
+        if counter is None:
+            return _by_torch(call, norm, norm.buffers, self.options.momentum)
+        counter.add_(1)
+        try:
+            return _by_torch(call, norm, norm.buffers, self.options.momentum)
+        except RuntimeError:  # torch's, under vmap
+            counter.sub_(1)
+            raise
 
 
 def _by_torch(call: Call, norm: Normalization, buffers: ops.Buffers, momentum: float | None = None) -> Tensor:

@@ -1,8 +1,10 @@
 """After any change, a layer with a cached call behaves like a new copy."""
 
 import copy
+import threading
 from collections.abc import Callable
 from functools import partial
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,6 +52,14 @@ def call(layer, input, around):
     return results, getattr(group, "header", None), dict(layer.named_buffers())
 
 
+def assert_same(found, expected):
+    """Compares what two calls returned or raised."""
+    if isinstance(expected[0][0], type):
+        assert found[0] == expected[0]
+    else:
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
 def leaf(input):
     return input.clone().requires_grad_() if isinstance(input, torch.Tensor) and input.is_floating_point() else input
 
@@ -71,10 +81,7 @@ def compare(change=lambda layer: None, before=(), alter=lambda input: input, aro
     change(layer)
     change(new)
     results, expected = (call(each, alter(input), around) for each in (layer, new))
-    if isinstance(expected[0][0], type):
-        assert results[0] == expected[0]
-    else:
-        torch.testing.assert_close(results, expected, rtol=0, atol=0, equal_nan=True)
+    assert_same(results, expected)
     return expected[0]
 
 
@@ -167,11 +174,30 @@ def test_calls_of_a_module_without_momentum_are_cached(monkeypatch):
     assert len(checked) == 1
 
 
+# Make a valid tensor invalid in a single respect.
+WRONG = {
+    "class": lambda t: SimpleNamespace(dtype=t.dtype, device=t.device, layout=t.layout, shape=t.shape, stride=t.stride),
+    "dtype": torch.Tensor.bool,
+    "device": lambda tensor: tensor.to("meta"),
+    "size": lambda tensor: torch.cat([tensor.flatten(), tensor.new_ones(1)]),
+    "layout": torch.Tensor.to_sparse,  # checked for residuals
+}
+
+
+def test_a_call_in_evaluation_needs_running_statistics_although_the_layer_normalizes_without():
+    layer = SyncBatchNorm(CHANNELS, track_running_stats=False).eval()
+    input = torch.randn(SHAPE)
+    layer(input)
+    with pytest.raises(ValueError, match="expected tensors with training=False"):
+        bagua_syncbn.sync_batch_norm(input, None, None, layer.weight, layer.bias, False, layer=layer)
+
+
 INPUTS = {
     "more samples": lambda input: torch.cat([input, input]),
     "float64": lambda input: input.double(),
     "another device": lambda input: input.to("meta"),
     "sparse": torch.Tensor.to_sparse,
+    "not a tensor": WRONG["class"],
 }
 
 
@@ -185,17 +211,7 @@ def by_function(layer, input, is_named=True, **others):
 @pytest.mark.parametrize("alter", INPUTS)
 def test_every_change_of_the_input_is_noticed(alter, around):
     kind, *_ = compare(alter=INPUTS[alter], around=around, first=around)
-    assert isinstance(kind, type) == (alter in ("another device", "sparse"))
-
-
-# Make a valid tensor invalid in a single respect.
-WRONG = {
-    "class": lambda t: SimpleNamespace(dtype=t.dtype, device=t.device, layout=t.layout, shape=t.shape, stride=t.stride),
-    "dtype": torch.Tensor.bool,
-    "device": lambda tensor: tensor.to("meta"),
-    "size": lambda tensor: torch.cat([tensor.flatten(), tensor.new_ones(1)]),
-    "layout": torch.Tensor.to_sparse,  # checked for residuals
-}
+    assert isinstance(kind, type) == (alter in ("another device", "sparse", "not a tensor"))
 
 
 def with_residual(layer, input, **others):
@@ -256,5 +272,80 @@ AROUND = {
 
 @pytest.mark.parametrize("around", AROUND)
 def test_every_context_of_a_call_is_noticed(around):
-    before = [CHANGES["no parameters"], CHANGES["no running statistics"]] if around == "fake tensors" else ()
-    compare(before=before, around=AROUND[around])
+    before = ["no parameters", "no running statistics"] if around == "fake tensors" else []
+    compare(before=[CHANGES[name] for name in before], around=AROUND[around])
+    compare(before=[CHANGES[name] for name in (*before, "group")], around=AROUND[around])
+
+
+def replaced_data(layer, draw):
+    tensor = getattr(layer, draw.choice(TENSORS))
+    if tensor is not None:
+        tensor.data = tensor.data.to(draw.choice((torch.float32, torch.float64))) + 1
+
+
+def parametrized(layer, draw):
+    if nn.utils.parametrize.is_parametrized(layer):
+        nn.utils.parametrize.remove_parametrizations(layer, "weight")
+    else:
+        nn.utils.parametrize.register_parametrization(layer, "weight", nn.Softplus())
+
+
+def another_class(layer, draw):
+    if not nn.utils.parametrize.is_parametrized(layer):  # by another class
+        layer.__class__ = draw.choice((SyncBatchNorm, SyncBatchNorm1d))
+
+
+def frozen(layer, draw):
+    draw.choice((bagua_syncbn.freeze_statistics, bagua_syncbn.unfreeze_statistics))(layer)
+
+
+def in_thread(layer, input):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(layer(input)))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+# Changes of a layer, drawn from both directions.
+DRAWN: dict[str, Callable[[Any, Random], object]] = {
+    "eps": lambda layer, draw: setattr(layer, "eps", draw.choice((1e-5, 0.5))),
+    "eps in vars": lambda layer, draw: vars(layer).update(eps=draw.choice((1e-5, 0.5))),
+    "momentum": lambda layer, draw: setattr(layer, "momentum", draw.choice((0.1, 0.5, None))),
+    "eps_mode": lambda layer, draw: setattr(layer, "eps_mode", draw.choice(("plus", "clamp"))),
+    "skip_nonfinite": lambda layer, draw: setattr(layer, "skip_nonfinite", draw.choice((False, True))),
+    "activation": lambda layer, draw: setattr(layer, "fused_activation", draw.choice((None, "relu", "silu"))),
+    "tracking": lambda layer, draw: setattr(layer, "track_running_stats", draw.choice((False, True))),
+    "class": another_class,
+    "mode": lambda layer, draw: layer.train(draw.choice((False, True))),
+    "group": lambda layer, draw: setattr(layer, "process_group", draw.choice((layer.own_group, LOCAL))),
+    "gradient": lambda layer, draw: layer.bias.requires_grad_(draw.choice((False, True))),
+    "data": replaced_data,
+    "another buffer": lambda layer, draw: replace(draw.choice(TENSORS[2:]), torch.clone)(layer),
+    "dtype": lambda layer, draw: layer.to(draw.choice((torch.float32, torch.float64))),
+    "parametrized": parametrized,
+    "frozen": frozen,
+}
+DRAWN_AROUND = {"the layer": plain, "a function": by_function, "another thread": in_thread} | {
+    name: around
+    for name, around in AROUND.items()
+    if name not in ("fake tensors", "vmap of nested tensors", "jit.trace")
+}
+
+
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 64))])
+def test_drawn_calls_equal_those_of_a_layer_that_keeps_no_step(seed):
+    draw = Random(seed)
+    layers = [SyncBatchNorm(CHANNELS, process_group=Recording()) for _ in range(2)]
+    for layer in layers:
+        layer.own_group = layer.process_group
+    for _ in range(60):
+        names, values = draw.choices([*DRAWN], k=draw.choice((0, 0, 1, 2))), draw.random()
+        for layer in layers:
+            for name in names:
+                DRAWN[name](layer, Random(values))
+        input = torch.randn(draw.choice((4, 6)), *SHAPE[1:]).to(draw.choice((torch.float32, torch.float64)))
+        around = DRAWN_AROUND[draw.choice((*DRAWN_AROUND, *["the layer"] * 9))]
+        layers[1]._sync_state.steps.clear()
+        found, expected = (call(layer, input, around) for layer in layers)
+        assert_same(found, expected)
