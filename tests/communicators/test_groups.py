@@ -132,18 +132,25 @@ def test_different_descriptions_raise_on_all_ranks():
 
 
 @pytest.mark.ranks(2, new_job=True)
-def test_compiled_layers_use_the_running_job_while_an_earlier_group_lives(tmp_path):
-    rank, layer = dist.get_rank(), SyncBatchNorm(1, momentum=1.0)
-    compiled, input = torch.compile(layer, backend="eager"), torch.full((2, 1), float(rank))
-    assert mean_over(None) == 0.5
+def test_layers_use_the_running_job_whether_or_not_an_earlier_group_lives(tmp_path):
+    rank = dist.get_rank()
+    layers = [SyncBatchNorm(1, momentum=1.0) for _ in range(2)]
+    ways = layers[0], torch.compile(layers[1], backend="eager")
+
+    def means():
+        for way in ways:
+            way(torch.full((2, 1), float(rank)))
+        return [layer.running_mean.item() for layer in layers]
+
+    assert means() == [0.5, 0.5]
     earlier = dist.group.WORLD
     dist.destroy_process_group()
-    compiled(input)  # without a job
-    assert layer.running_mean.item() == rank
+    assert means() == [rank, rank]
     join_job(str(tmp_path / "store"), rank, 2)
-    compiled(input)
-    assert layer.running_mean.item() == 0.5
+    assert means() == [0.5, 0.5]
     assert earlier is not dist.group.WORLD
+    dist.destroy_process_group()  # nothing keeps this group
+    assert means() == [rank, rank]
 
 
 @pytest.mark.ranks(2, new_job=True)
