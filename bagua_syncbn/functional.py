@@ -94,8 +94,8 @@ def sync_batch_norm(
     Args:
         input: (N, C, \*), float16, bfloat16, float32 or float64, in any memory format; or a DTensor, with the
             statistics of the whole tensor.
-        running_mean: (C), any float dtype, contiguous in training. In training, pass None here and for ``running_var``
-            to track nothing. Updated in place in training if all ranks together have at least two values per channel.
+        running_mean: (C), any float dtype, not expanded in training. Pass None here and for ``running_var`` to track
+            nothing in training. Updated in place if all ranks together have at least two values per channel.
         running_var: (C), updated like ``running_mean``, with the unbiased variance.
         weight: (C), :math:`\gamma`, any float dtype; None for 1.
         bias: (C), :math:`\beta`, any float dtype; None for 0.
@@ -132,8 +132,8 @@ def sync_batch_norm(
         ValueError: an argument has a wrong value or number of dimensions; ``mask`` does not fit ``input``; a
             single-rank training call has one value per channel; this rank is not in ``process_group``, or the ranks of
             the group do not hold each value of a DTensor exactly once.
-        RuntimeError: a tensor has the wrong number of elements or is on another device; a running statistic is not
-            contiguous in training; ``process_group`` is a mesh of several dimensions; :func:`torch.jit.trace` or
+        RuntimeError: a tensor has the wrong number of elements or is on another device; a running statistic is an
+            expanded tensor in training; ``process_group`` is a mesh of several dimensions; :func:`torch.jit.trace` or
             ``torch.export`` traces training over several ranks; a checkpoint recomputes more calls than it ran.
 
     These errors are raised before any buffer changes and, except in a group's first use, before this rank waits for its

@@ -14,6 +14,11 @@ inline void make_contiguous(Tensor& tensor) {
   if (!tensor.is_contiguous()) tensor = torch::stable::contiguous(tensor);
 }
 
+// Copies `result` to `target`, unless it is the same tensor.
+inline void write_back(OptionalTensor& target, const OptionalTensor& result) {
+  if (target && target->get() != result->get()) torch::stable::copy_(*target, *result);
+}
+
 // Checks the per-channel tensors of z = (x - mean) * invstd * weight + bias, and makes them contiguous.
 inline Factors factors_of(const Tensor& input, Tensor& mean, Tensor& invstd, OptionalTensor& weight,
                           OptionalTensor& bias) {
@@ -49,8 +54,8 @@ Tensor batch_norm_stats(const Tensor& input, std::optional<int64_t> identity, in
 }
 
 template <typename Device>
-std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(Tensor gathered, const OptionalTensor& running_mean,
-                                                           const OptionalTensor& running_var,
+std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(Tensor gathered, OptionalTensor running_mean,
+                                                           OptionalTensor running_var,
                                                            const OptionalTensor& num_batches_tracked,
                                                            std::optional<double> momentum, double eps,
                                                            const OptionalTensor& fault, bool skip_nonfinite,
@@ -68,14 +73,18 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(Tensor gathered, cons
   if (num_batches_tracked) check_counter(*num_batches_tracked, "num_batches_tracked", gathered);
   const bool tracks = running_mean && running_var, has_factor = momentum || num_batches_tracked;
   check(!tracks || has_factor, "num_batches_tracked", "a tensor, because momentum is None", "None");
-  const auto buffer = [&](const OptionalTensor& running, const char* name) {
-    if (!tracks) return MutablePerChannel{};
+  if (!tracks) running_mean = running_var = std::nullopt;
+  OptionalTensor dense_mean = running_mean, dense_var = running_var;
+  const auto buffer = [&](OptionalTensor& running, const char* name) {
+    if (!running) return MutablePerChannel{};
     const DType buffer_dtype = check_channels(*running, name, channels, gathered);
-    check(running->is_contiguous(), name, "a contiguous tensor", "a strided one");
+    const bool separate = running->is_contiguous() || running->stride(0) != 0;
+    check(separate, name, "an element in memory for each channel", "an expanded tensor");
+    make_contiguous(*running);
     return MutablePerChannel{running->mutable_data_ptr(), buffer_dtype};
   };
-  const MutablePerChannel mean_buffer = buffer(running_mean, "running_mean");
-  const MutablePerChannel var_buffer = buffer(running_var, "running_var");
+  const MutablePerChannel mean_buffer = buffer(dense_mean, "running_mean");
+  const MutablePerChannel var_buffer = buffer(dense_var, "running_var");
   void* batches = num_batches_tracked ? num_batches_tracked->mutable_data_ptr() : nullptr;
   make_contiguous(gathered);
   Tensor mean = allocate_vector(channels, dtype, gathered);
@@ -88,6 +97,8 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(Tensor gathered, cons
                                static_cast<int64_t*>(batches), mean_buffer.data != nullptr && !momentum,
                                momentum.value_or(0), eps, header_size, skip_nonfinite, record, summed, message_number},
                device);
+  write_back(running_mean, dense_mean);
+  write_back(running_var, dense_var);
   return {mean, invstd, count};
 }
 
@@ -137,7 +148,7 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(const Tensor& grad
                                           {grad_bias.mutable_data_ptr(), stored},
                                           header},
                   epilogue, device);
-  if (grad_buffer && grad_buffer->get() != grad->get()) torch::stable::copy_(*grad, *grad_buffer);
+  write_back(grad, grad_buffer);
   return {sums, grad_weight, grad_bias};
 }
 
@@ -172,7 +183,7 @@ Tensor batch_norm_backward_elemt(const Tensor& grad_output, const Tensor& input,
         valid, epilogue, device);
   }
   if (!grad_input) return with_strides_of(dx, dense, input);
-  if (dx.get() != grad_input->get()) torch::stable::copy_(*grad_input, dx);
+  write_back(grad_input, dx);
   return allocate_vector(0, scalar_type(input), input);
 }
 

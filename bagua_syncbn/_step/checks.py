@@ -122,8 +122,8 @@ def check_tensors(tensors: Tensors, buffers: ops.Buffers, uses_batch: bool, laye
             if tensor.size() == (getattr(layer, "num_features", None),):
                 raise RuntimeError(f"input: expected {tensor.size(0)} channels, got {input.size(1)}")
             raise RuntimeError(f"{name}: expected {input.size(1)} elements, one per channel, got {list(tensor.size())}")
-        if uses_batch and name.startswith("running") and not tensor.is_contiguous():
-            raise RuntimeError(f"{name}: expected a contiguous tensor in training, got stride {tensor.stride()}")
+        if uses_batch and name.startswith("running") and tensor.size(0) > 1 and tensor.stride(0) == 0:
+            raise RuntimeError(f"{name}: expected an element in memory for each channel, got an expanded tensor")
     if (running_mean is None) != (running_var is None):
         raise ValueError("running_mean, running_var: expected both or neither, got one of them")
     if running_mean is running_var is not None:

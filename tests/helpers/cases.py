@@ -49,9 +49,11 @@ class Case:
         with torch.no_grad():
             for parameter in layer.parameters():
                 parameter.copy_(torch.randn(self.shape[0], generator=generator))
-            for buffer in (layer.running_mean, layer.running_var):
-                if buffer is not None:  # positive like the batch means, which would cancel negative values
-                    buffer.copy_(torch.rand(self.shape[0], generator=generator) * 4)
+            for name, buffer in list(layer.named_buffers())[:2]:  # not of num_batches_tracked
+                # Positive like the batch means, which would cancel negative values.
+                buffer.copy_(torch.rand(self.shape[0], generator=generator) * 4)
+                if self.layout == "sliced":
+                    setattr(layer, name, laid_out(buffer, "sliced"))
         for name, parameter in layer.named_parameters():
             parameter.requires_grad_(name not in self.frozen)
         return bagua_syncbn.freeze_statistics(layer) if "statistics" in self.frozen else layer

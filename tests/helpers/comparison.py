@@ -1,6 +1,7 @@
 """Comparison of any implementation of the ops with the float64 reference."""
 
 from collections.abc import Iterable
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -154,10 +155,10 @@ def check_merge(
     if dtype != torch.float64:
         sums = [reference.batch_norm_stats(batch, FINGERPRINT, 0, None, True) for batch in batches]
         gathered.append(torch.stack(sums).sum(0))
-    for rows in gathered:
+    for rows, dim in product(gathered, (0, 1)):  # contiguous and strided buffers
         buffers: list[Any] = [None, None, torch.tensor(4)]
         if buffer_dtype is not None:
-            buffers[:2] = torch.rand(2, channels).to(buffer_dtype).unbind()
+            buffers[:2] = torch.rand((2, channels) if dim == 0 else (channels, 2)).to(buffer_dtype).unbind(dim)
         wide = [buffer if buffer is None else buffer.clone() for buffer in buffers]
         wide[:2] = [buffer if buffer is None else buffer.double() for buffer in wide[:2]]
         options = momentum, 1e-5, None, False, len(batches)

@@ -58,11 +58,13 @@ def op_of(ops: Any, key: str) -> Any:
 
 _Change = Callable[[Any], Any]  # from a valid argument to an invalid one
 _CHANNELS: list[_Change] = [lambda c: c[1:], lambda c: c.int()]
+_RUNNING: list[_Change] = [*_CHANNELS, lambda c: c[:1].expand(3)]
 _LIKE_INPUT: list[_Change] = [lambda x: x[1:], lambda x: x[0], lambda x: x.half()]
 _SCALAR: list[_Change] = [lambda count: count.double(), lambda count: count.repeat(2)]
 INVALID: dict[str, list[_Change]] = {
     "input": [lambda x: x[0, 0], lambda x: x.int()],
-    **dict.fromkeys(("weight", "bias", "mean", "invstd", "running_mean", "running_var"), _CHANNELS),
+    **dict.fromkeys(("weight", "bias", "mean", "invstd"), _CHANNELS),
+    **dict.fromkeys(("running_mean", "running_var"), _RUNNING),
     **dict.fromkeys(("grad_output", "residual", "grad", "grad_input"), _LIKE_INPUT),
     "sums": [lambda sums: sums[:3]],
     "count": _SCALAR,

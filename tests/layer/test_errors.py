@@ -84,7 +84,7 @@ ARGUMENTS = [
     (ValueError, "running_mean, running_var: expected tensors with training=False", {"training": False}),
     (
         RuntimeError,
-        "running_mean: expected a contiguous",
+        "running_mean: expected an element in memory for each channel",
         {"running_mean": ONES[:1].expand(4), "running_var": ONES},
     ),
     (

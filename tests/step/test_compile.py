@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from bagua_syncbn import SyncBatchNorm, SyncBatchNorm2d, convert_sync_batchnorm, with_bagua
+from tests.helpers.cases import laid_out
 from tests.helpers.checkpoints import CHECKPOINTS
 from tests.helpers.observed import MESSAGE_IN_GRAPH
 from tests.helpers.own_groups import forget_groups, mean_by
@@ -104,6 +105,7 @@ class ReadsBuffers(nn.Module):
     def __init__(self, **options):
         super().__init__()
         self.bn = SyncBatchNorm2d(2, **options)
+        self.bn.running_var = laid_out(self.bn.running_var, "sliced")
 
     def forward(self, input):
         before = self.bn.running_mean * 2 + self.bn.running_var + self.bn.num_batches_tracked
