@@ -105,4 +105,4 @@ def table_of_ratios(cases: list[Case], base: str) -> str:
 def across_cases(medians: list[float]) -> str:
     if not medians:
         return ""
-    return f"{statistics.geometric_mean(medians):.2f} ({min(medians):.2f} to {max(medians):.2f})"
+    return f"{statistics.geometric_mean(medians):.2f} ({min(medians):.2f}-{max(medians):.2f})"

@@ -98,12 +98,12 @@ def measure(shape: Shape, layout: str, dtype: torch.dtype, job: dict[str, Any]) 
 
 
 def gpu_table(results: Results) -> str:
-    """Each op over copying the input, on the device: median (minimum; quartiles)."""
+    """Time of each op on the device, relative to copying the input: median (minimum; quartiles)."""
     return table_of_ratios(of_section(results, "gpu"), "copy")
 
 
 def gpu_layers_table(results: Results) -> str:
-    """Our layer's step over torch's, on host and device: median (minimum; quartiles)."""
+    """Time of our layer's step on host and device, relative to torch's: median (minimum; quartiles)."""
     measured = [case | {"microseconds": case["layers"]} for case in of_section(results, "gpu")]
     return table_of_ratios(measured, "torch layer")
 

@@ -72,7 +72,7 @@ def measure(shape: Shape, job: dict[str, Any]) -> Case:
 
 
 def host_table(results: Results) -> str:
-    """A step with small input, dominated by the host: the layer over a bare autograd function with the same five ops.
+    """A step with small input, dominated by the host: time relative to a bare autograd function with the same five ops.
     Median (minimum; quartiles).
     """
     return table_of_ratios(of_section(results, "host"), "bare")

@@ -83,15 +83,14 @@ def _over(cases: list[Case], name: str) -> str:
 
 
 def headline_table(results: Results) -> str:
-    """Single-threaded ranks, all inputs: geometric mean (minimum to maximum)."""
+    """Single-threaded ranks, all inputs, relative to the unsynchronized layer: geometric mean (range)."""
     peers, shown = synchronized(results)
 
     def row(ranks: int) -> list[str]:
         cases = [case for case in shown if case["ranks"] == ranks]
         return [marked(ranks, results), str(len(cases)), *(_over(cases, name) for name in peers)]
 
-    header = ["ranks", "inputs", *(f"{name} / local" for name in peers)]
-    return table(header, map(row, sorted({case["ranks"] for case in shown})))
+    return table(["ranks", "inputs", *peers], map(row, sorted({case["ranks"] for case in shown})))
 
 
 def summary_table(results: Results) -> str:
@@ -112,7 +111,7 @@ def summary_table(results: Results) -> str:
 
 
 def layers_table(results: Results) -> str:
-    """Each peer's step over the unsynchronized layer's step: median (minimum; quartiles)."""
+    """Time of each peer's step, relative to the unsynchronized layer: median (minimum; quartiles)."""
     return table_of_ratios(of_section(results, "layers"), "local")
 
 

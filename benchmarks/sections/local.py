@@ -93,19 +93,19 @@ def measure(shape: Shape, layout: str, threads: int, job: dict[str, Any]) -> Cas
 
 
 def copy_ratios(case: Case, op: str) -> list[float]:
-    """Returns an op's time over the time to copy the bytes that it must move."""
+    """Returns an op's time, relative to copying the bytes that it must move."""
     return ratios(case, op, "copy", 2 / MOVED[op])
 
 
 def local_table(results: Results) -> str:
-    """Our ops, our step and torch's step over copying the input: median (minimum; quartiles). A copy moves twice the
-    bytes of stats, and two thirds of the bytes of backward_elemt.
+    """Times of our ops and both steps, relative to copying the input: median (minimum; quartiles). A copy moves twice
+    the bytes of stats, and two thirds of the bytes of backward_elemt.
     """
     return table_of_ratios(of_section(results, "local"), "copy")
 
 
 def process_table(results: Results) -> str:
-    """Summary of one process: geometric mean over inputs (minimum to maximum)."""
+    """Summary of one process: geometric mean over inputs (range)."""
     measured = [case for case in of_section(results, "local") if "ours" in case["microseconds"]]
     kinds = {
         f"{layout}, {kind}": [c for c in measured if c["layout"] == layout and (elements(c) >= least) == is_native]

@@ -113,7 +113,7 @@ def stored_table(results: Results) -> str:
 
 
 def recomputed_table(results: Results) -> str:
-    """Step time with recomputed outputs over step time with stored outputs: median (minimum; quartiles)."""
+    """Step time with recomputed outputs, relative to stored outputs: median (minimum; quartiles)."""
     timed = [case for case in of_section(results, "stored") if "microseconds" in case]
     rows = ([case["network"], shape_of(case), spread(ratios(case, "recomputed", "fused"))] for case in timed)
     return table(["network", "batch", "step recomputed / fused"], rows)

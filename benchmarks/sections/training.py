@@ -138,7 +138,7 @@ def step_times(results: Results) -> dict[int, dict[str, list[float]]]:
 
 
 def training_table(results: Results) -> str:
-    """Training on digits: a step over the step with unsynchronized layers, with quartiles."""
+    """Training on digits: time of a step, relative to unsynchronized layers, with quartiles."""
     times = step_times(results)
     names = [name for name in dict.fromkeys(name for own in times.values() for name in own) if name != "local"]
 
@@ -149,7 +149,7 @@ def training_table(results: Results) -> str:
     def row(ranks: int) -> list[str]:
         return [marked(ranks, results), *(step(ranks, name) for name in names)]
 
-    return table(["ranks", *(f"{name} / local" for name in names)], map(row, times))
+    return table(["ranks", *names], map(row, times))
 
 
 TABLES = {"training": training_table}

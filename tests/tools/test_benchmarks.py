@@ -78,7 +78,7 @@ def test_inputs_of_our_kernels_and_of_torch_have_separate_rows():
     ]
     rows = local.process_table({"cases": cases}).splitlines()[2:]
     assert [[cell.strip() for cell in row.split("|")[2:4]] for row in rows] == [
-        ["1", f"{number:.2f} ({number:.2f} to {number:.2f})"] for number in (1, 2, 3, 4)
+        ["1", f"{number:.2f} ({number:.2f}-{number:.2f})"] for number in (1, 2, 3, 4)
     ]
 
 
