@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.10 python3 "$$HOME"/.pyenv/versions/3.*/bin/python; do \
 	"$$python" -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo "$$python" && break; done)
 
-# Empty: Python compiles imported modules once. With --no-compile, pip does not compile all of torch, which takes longer.
+# Empty, so that Python keeps the compiled modules that it imports. pip would compile all of torch, which takes longer.
 export PYTHONDONTWRITEBYTECODE :=
 PIP_INSTALL := -m pip install --quiet --no-compile
 
@@ -168,7 +168,7 @@ $(VENV)/installed: $(VENV)/installed-torch $(SOURCES)
 		|| { cat $(VENV)/install.log; exit 1; }
 	@touch $@
 
-# Tools that need torch at most, so they do not wait for kernels.
+# These tools need no kernels, so they do not wait for them.
 $(addprefix $(VENV)/installed-,lint wheel docs): $(VENV)/installed-%: pyproject.toml | $(VENV)/installed-torch
 	@$(BIN)/python $(PIP_INSTALL) --group $*
 	@touch $@

@@ -54,7 +54,7 @@ def find_tool(variable: str, *names: str) -> tuple[list[str], str | None]:
 
 
 def failing(tool: str, command: list[str | Path]) -> list[str]:
-    """Returns [] if `command` succeeds, else [`tool` and the error; the first line suffices as a reason]."""
+    """Returns a list with the error of `tool`, whose first line is a short reason; empty if `command` succeeds."""
     lines = run(command)[1].splitlines()
     errors = [line for line in lines if "error" in line] or lines
     return ["\n".join([f"{tool} ({errors[0]})", *lines])] if lines else []

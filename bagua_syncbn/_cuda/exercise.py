@@ -57,7 +57,7 @@ def _inputs(vector: int, smallest: float) -> list[_Input]:
         _Input((450, 3, 7)),  # too short for vectors
         _Input((3, 5, 7)),
         _Input((2, 1, 2600 * vector + 1)),  # 10 parts per channel
-        _Input((259, 17 * vector)),  # channels fill 3 tiles, or 5 in reductions
+        _Input((259, 17 * vector)),  # 3 tiles of channels in elementwise kernels, 5 in reductions
         _Input((2, 3 * vector, 3, 4), interleaved=True),
         _Input((3, 37, 10, 11), interleaved=True),  # the number of channels is not a multiple of the vector size
         _Input((7, 3 * vector), offset=vector // 2),

@@ -15,7 +15,7 @@ def normalized(
     invstd: Tensor,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """Returns ``z``, the input of the activation, in the dtype of the computation."""
+    """Returns the activation's input, in the dtype of ``mean`` (float32 for half ``input``)."""
     scale = invstd if weight is None else invstd * weight
     # Subtract first: (x * scale) + (bias - mean * scale) cancels badly if the mean is large compared to the deviation.
     z = (input - per_channel(mean, input)).mul_(per_channel(scale, input))

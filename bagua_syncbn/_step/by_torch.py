@@ -62,7 +62,7 @@ class Evaluation(Step):
 
 
 class LocalStep(Step):
-    """Training in a single-rank group: by F.batch_norm if it is exact and fast, otherwise by another step."""
+    """Training in a single-rank group. Uses F.batch_norm if it is exact and fast, otherwise another step."""
 
     def __init__(self, call: Call, options: Options, otherwise: Step) -> None:
         super().__init__(options, otherwise.exchange, otherwise.key)

@@ -177,7 +177,7 @@ def _share(group: Any, meeting: Meeting) -> tuple[str, Any]:
     """Maps memory for the ranks of a group.
 
     Returns:
-        "" and this rank's segment; or the first reason why a rank of the group cannot share memory, and None.
+        A reason and a segment: "" and this rank's segment, or why a rank of the group cannot share memory and None.
     """
     rank, size, own, place, segment = group.rank(), group.size(), problem(), "", None
     brought = meeting.exchange([own, [] if own else sorted(os.sched_getaffinity(0)), host_name()])

@@ -175,7 +175,7 @@ def change_class(layer: nn.Module, cls: type[SyncBatchNorm]) -> None:
     """Changes the class of ``layer`` to ``cls``. The layer keeps its process group, which a later revert restores."""
     if not isinstance(layer, SyncBatchNorm) and "process_group" in vars(layer):
         group = vars(layer).pop("process_group")
-        with suppress(TypeError):  # a value specific to the layer's class: an error in training; revert restores it
+        with suppress(TypeError):  # not a group: training raises, and revert restores the value
             group = spec_of(group)
         vars(layer).update(group_before=group, _sync_state=LayerState(group))
     elif (group := group_of(layer)) is not None:

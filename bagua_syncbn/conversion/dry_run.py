@@ -70,7 +70,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 def dry_run(model: nn.Module, training: Collection[nn.Module] = ()) -> Iterator[None]:
     """Runs ``model`` without gradients or communication inside the context; restores its state on exit.
 
-    The layers ``training`` run in training mode, all other modules in evaluation mode.
+    Modules in ``training`` run in training mode, all other modules in evaluation mode.
     """
     local = spec_of(LOCAL)
     with unchanged(model):

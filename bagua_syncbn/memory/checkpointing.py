@@ -41,8 +41,8 @@ class Repeatable:
     Calling the object with a function returns the function wrapped to run inside the region.
 
     Raises:
-        RuntimeError: the object is reused for another forward pass. Later runs are repetitions only in a backward
-            pass, or if they enable gradients that the first run disabled. Also raised if an outer region is repeated
+        RuntimeError: the object is reused for another forward pass. A later run is a repetition only if it is in a
+            backward pass, or enables gradients that the first run disabled. Also raised if an outer region is repeated
             with the same inner object instead of a new one.
 
     Example::

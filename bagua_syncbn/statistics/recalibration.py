@@ -81,7 +81,7 @@ def recalibrate_statistics(
         if not isinstance(layer, SyncBatchNorm):
             raise TypeError(f"module: {name_of(layer, name)} is not synchronized; call convert_sync_batchnorm first")
     check_launch(_NAME, spec)
-    # An error during the pass reaches only peers that are waiting for a message, so all ranks meet first.
+    # All ranks must be in this call, because an error during the pass reaches only peers that wait for a message.
     communicator = meet(_NAME, module, spec, "before its batches")
     with with_attachments(module, _NAME, Accumulation) as found, dry_run(module, set(layers.values())):
         run()

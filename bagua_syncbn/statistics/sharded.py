@@ -81,14 +81,14 @@ class _Shards:
         got = sorted(set(members or ()).intersection(mesh.mesh.flatten().tolist()))
         if got != expected:
             raise ValueError(
-                f"process_group: expected ranks {expected} of the input's mesh, over which samples and positions are "
-                f"sharded, got ranks {got}; input is a DTensor of placements {self.placements} on {mesh}"
+                f"process_group: expected ranks {expected}, which share the samples and positions of this input, got "
+                f"ranks {got}; input is a DTensor with placements {self.placements} on {mesh}"
             )
 
     def local(self, name: str, tensor: Any, placements: tuple[Placement, ...]) -> Any:
         """Returns the shard of ``tensor``; raises TypeError unless it is a DTensor with these ``placements``."""
         if not is_distributed(tensor) or tensor.device_mesh != self.mesh or tensor.placements != placements:
-            raise _wrong(name, f"a DTensor of placements {placements} on the input's mesh", tensor)
+            raise _wrong(name, f"a DTensor with placements {placements} on the input's mesh", tensor)
         return tensor.to_local()
 
     def buffer(self, name: str, tensor: Any) -> Any:
@@ -126,5 +126,5 @@ class _Shards:
 def _wrong(name: str, expected: str, tensor: Any) -> TypeError:
     got = type(tensor).__name__
     if is_distributed(tensor):
-        got = f"a DTensor of placements {tensor.placements} on {tensor.device_mesh}"
+        got = f"a DTensor with placements {tensor.placements} on {tensor.device_mesh}"
     return TypeError(f"{name}: expected {expected}, got {got}")

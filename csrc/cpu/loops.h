@@ -54,7 +54,8 @@ struct Rows {
   int64_t count, n, channel, channels;
 };
 
-// The first values of a span, for the pivot: `rows` rows of n values, `count` of them valid.
+// The first values of a span, which determine the pivot: `rows` rows with n values each. `count` is the number of valid
+// values among them.
 struct Sample {
   int64_t rows, n, count;
 };
@@ -67,9 +68,9 @@ struct ActivatedLoops {
   // y = act(z); `residual` may be null.
   void (*normalize[2])(const T* x, const T* residual, T* y, Rows, const NormalizeFactors<A>&);
   // dx, without a residual. Where `valid` is 0, dx is dy * scale. Planar: a byte per value, the same for all rows.
-  // Interleaved: a byte per row. Null if there is no mask, or an activation other than Identity.
+  // Interleaved: a byte per row. `valid` is null without a mask, and for activations other than Identity.
   void (*gradient[2])(const T* dy, const T* x, T* dx, const uint8_t* valid, Rows, const GradientFactors<A>&);
-  // Planar: `rows` rows of n values of one channel, `stride` apart.
+  // Planar: one channel, `rows` rows with n values each, `stride` apart.
   Pair (*sums)(const Gradients<T>&, int64_t rows, int64_t n, int64_t stride, int64_t channel);
   // Interleaved: writes per-channel sums, [2][channels], to `out`. `columns` is scratch memory of this size.
   void (*sums_columns)(const Gradients<T>&, int64_t rows, int64_t channels, A* columns, double* out);
@@ -79,8 +80,8 @@ template <typename T>
 struct Loops {
   using A = Accumulate<T>;
 
-  // Planar: `rows` rows of n values of one channel, `stride` apart. `valid` has a byte per value, `count` of them not
-  // 0; null if all values are valid.
+  // Planar: one channel, `rows` rows with n values each, `stride` apart. `valid` has a byte per value, `count` of them
+  // not 0; null if all values are valid.
   Pair (*moments)(const T* x, const uint8_t* valid, int64_t rows, int64_t n, int64_t stride, const Sample&,
                   int64_t count);
   // Interleaved: writes mean and m2 of each channel, [2][channels], to `out`. `list` has row indices; null for

@@ -43,7 +43,7 @@ struct Traits {
   }
 };
 
-// Planar: returns a bit for each valid value of `slot`, a slot of `channel` in `sample`.
+// Planar: returns a bit for each valid value of `slot`, which belongs to `channel` of `sample`.
 template <int W>
 __device__ __forceinline__ unsigned valid_bits(const uint8_t* mask, const Planar& plan, int64_t channel, int64_t sample,
                                                const Slot<W, true>& slot) {

@@ -111,8 +111,8 @@ __device__ void update_running(const MutablePerChannel& running, int64_t c, cons
   write_channel(running, c, before + momentum * (value - before));
 }
 
-// The part of the work that a merge_ranks launch does. Several blocks need two launches if updates depend on more than
-// one channel: on the batch counter, which one thread changes, or on whether all channels are finite.
+// The part of the work that one launch of merge_ranks does. Several blocks need two launches if updates depend on more
+// than one channel: on the batch counter, which one thread changes, or on whether all channels are finite.
 enum class Phase { kAll, kMerge, kUpdate };
 
 // `found` passes values from kMerge to kUpdate: 1 for each block with finite statistics, then the momentum.

@@ -59,13 +59,13 @@ inline int64_t power_of_two(int64_t value, int64_t low, int64_t high) {
 // Splits `count` slots or rows over `parts` blocks with `threads` threads.
 //
 // Element-wise kernels launch more blocks than run at a time; each block gets a contiguous range of nearly equal
-// length. Blocks of a reduction run at the same time, if they fit, and take turns, one slot per thread, so that the
-// tail of the tensor stays cached for the next pass. Divisions are done on the host: one on the device would take
-// longer than all other work before the first load.
+// length. The blocks of a reduction run at the same time, if they fit: they move through the tensor together, one slot
+// per thread at a time, so that its tail stays cached for the next pass. Divisions are done on the host: one on the
+// device would take longer than all other work before the first load.
 struct Sharing {
   int64_t count;
   int64_t length;  // range or turn
-  int64_t longer;  // number of ranges (the first ones) that are longer by one
+  int64_t longer;  // the first `longer` ranges have one slot or row more
   int64_t step;    // to the next slot or row of a thread
   bool in_turns;
 

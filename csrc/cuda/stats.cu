@@ -1,8 +1,9 @@
 // batch_norm_stats: per-channel mean, biased variance and count, optionally with a mask, packed for the exchange.
 //
-// Each thread sums deviations from a center, its first valid value, and their squares, one batch at a time. This stays
-// precise if the mean is large compared to the deviation. A center far from the mean does little harm, because such a
-// value also increases the variance. The block merges its threads' moments, and merge_stats merges parts in double.
+// Each thread takes its first valid value as its center, and sums the deviations from it and their squares, one batch
+// at a time. This stays precise if the mean is large compared to the deviation. An outlier as the center does little
+// harm, because it also increases the variance. The block merges its threads' moments, and merge_stats merges parts in
+// double.
 
 #include "../packed_stats.h"
 #include "batch.cuh"

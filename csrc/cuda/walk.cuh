@@ -33,7 +33,7 @@ class PlanarWalk {
              !(plan.cut_after && place.x == gridDim.x - 1 && end == plan.sharing.count);
     const unsigned first = begin + threadIdx.x;
     left_ = static_cast<int>(end - first);
-    // first / slots, or one less, because `first` is less than 2^31.
+    // `sample` is first / slots, or one less, because `first` is less than 2^31.
     const unsigned sample = __umulhi(first, plan.inverse), slot = first - sample * static_cast<unsigned>(plan.slots);
     const bool more = slot >= plan.slots;
     sample_ = static_cast<int>(sample + more);

@@ -51,7 +51,7 @@ class ReleasedGil {
   PyThreadState* state_ = nullptr;
 };
 
-// (..., kind, source, numel, itemsize)
+// Publishes the message that the Python arguments 1 to 4 describe: kind, source, numel, itemsize.
 void publish_message(Segment& segment, PyObject* const* arguments) {
   const auto kind = static_cast<int32_t>(integer_of(arguments[1]));
   const auto* source = reinterpret_cast<const void*>(integer_of(arguments[2]));
@@ -68,7 +68,8 @@ PyObject* collect_message(Handle& handle, PyObject* target) {
   Py_RETURN_NONE;
 }
 
-// (name, ranks, seconds, spins, rank, place) -> the segment and its place; only peers of rank 0 need a place.
+// map_segment(name, ranks, seconds, spins, rank, place) returns the segment and its place. Only peers of rank 0 pass a
+// place.
 PyObject* map_segment(PyObject* const* arguments) {
   const Options options{PyFloat_AsDouble(arguments[2]), arguments[3] == Py_True};
   auto handle =
@@ -82,24 +83,24 @@ PyObject* map_segment(PyObject* const* arguments) {
   return Py_BuildValue("(Ns)", capsule, place.c_str());
 }
 
-// (segment)
+// leave_segment(segment)
 PyObject* leave_segment(PyObject* const* arguments) {
   handle_of(arguments[0]).segment.leave();
   Py_RETURN_NONE;
 }
 
-// (segment, kind, source, numel, itemsize): sends a message without waiting.
+// publish(segment, kind, source, numel, itemsize) sends a message without waiting.
 PyObject* publish(PyObject* const* arguments) {
   publish_message(handle_of(arguments[0]).segment, arguments);
   Py_RETURN_NONE;
 }
 
-// (segment, target): waits for the message of every rank.
+// collect(segment, target) waits for the message of every rank.
 PyObject* collect(PyObject* const* arguments) {
   return collect_message(handle_of(arguments[0]), arguments[1]);
 }
 
-// (segment, kind, source, numel, itemsize, target): publish() and collect().
+// exchange(segment, kind, source, numel, itemsize, target) calls publish and collect.
 PyObject* exchange(PyObject* const* arguments) {
   Handle& handle = handle_of(arguments[0]);
   if (handle.segment.has_pending())

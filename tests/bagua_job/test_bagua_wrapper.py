@@ -85,7 +85,7 @@ def test_layers_get_the_group_of_the_wrapper(kind):
     assert communicator_of(model[1].process_group).group.ranks == pair
     assert model[1].running_mean.tolist() == [pair[0]] * 6
     model(torch.full((2, 3, 8, 8), float(rank))).sum().backward()
-    # Weights, gradients and statistics of the pair, statistics of all.
+    # The first three are equal in the pair of ranks, the last on all ranks.
     own = model[0].weight.detach(), model[0].weight.grad, model[1].running_mean, model[4].running_mean
     results = steps.gathered(own)
     assert [torch.equal(one, other) for one, other in zip(own, results[rank - 2], strict=True)] == [True] * 4

@@ -96,7 +96,7 @@ def send(collective):
 
 @pytest.mark.ranks(2)
 def test_gloo_threads_never_hold_the_last_reference_to_a_message():
-    """To free it, the thread would need the GIL, which aborts a process whose interpreter is ending."""
+    """To free the message, the thread would request the GIL, which aborts a process that is exiting."""
     communicator = TorchCommunicator(communicator_of(None).group)
     begin = partial(communicator.begin, sums=False)
     sent = [*map(send, (communicator.all_gather, communicator.all_reduce, lambda packed: begin(packed).wait(), begin))]

@@ -42,9 +42,9 @@ class Costs(NamedTuple):
     expanded_grad: bool = False  # an output gradient that autograd expanded, as for a sum
 
 
-# Forward: stats, buffer for gathered rows, merge, normalize; with collectives, also a view of the buffer and the
-# collective. Backward: sums, gradient; with collectives, also a buffer for the gathered sums, a view, the collective
-# and the total.
+# Forward has four ops: stats, a buffer for the gathered rows, merge, normalize. Collectives add two: a view of the
+# buffer and the collective. Backward has two ops: sums and gradient. Collectives add four: a buffer for the gathered
+# sums, a view, the collective and the total.
 SHARES = MESSAGE == EXCHANGE
 FORWARD, BACKWARD = Pass(4 if SHARES else 6, PACKED, 1), Pass(2 if SHARES else 6, SUMS, 1)
 # Large groups send float64: stats, merge, normalize; with collectives, also the collective.

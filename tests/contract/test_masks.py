@@ -76,7 +76,7 @@ def test_masked_gives_each_layer_of_a_model_its_mask(reentrant):
 
 @pytest.mark.parametrize("ways", [("none", "argument", "masked"), ("masked", "rule")])
 def test_compiled_models_accept_any_mask(ways):
-    """From the second size on, torch.compile has symbols for the input and constants for the mask."""
+    """After the first size, torch.compile treats the input's sizes as symbols and the mask's as constants."""
     counters.clear()
     layer, eager = make_layer(3), make_layer(3)
     compiled = torch.compile(layer, fullgraph=True, backend="eager")

@@ -75,7 +75,7 @@ INVALID: dict[str, list[_Change]] = {
 
 
 def invalid_calls() -> Iterator[tuple[str, str, dict[str, _Change]]]:
-    """Yields keys of :func:`op_calls`, the name of the argument in the error, and changes of arguments."""
+    """Yields a key of :func:`op_calls`, the argument that the error names, and functions that change arguments."""
     for key, arguments in op_calls().items():
         given = [name for name, argument in arguments.items() if argument is not None]
         yield from ((key, name, {name: change}) for name in given for change in INVALID.get(name, ()))

@@ -136,7 +136,7 @@ def model_of_two_layers():
     *((how, True) for how in TRACED_FOR_LATER),
     *((how, False) for how in TRACED_FOR_LATER if how != "before autograd"),  # torch raises for any layer
 ])  # fmt: skip
-def test_graphs_traced_without_sending_synchronize_when_they_run(how, training):
+def test_traced_graphs_synchronize_even_if_the_trace_sent_nothing(how, training):
     plain, group, splits = model_of_two_layers().train(training), dist.new_group(), (2, 3)
     model = convert_sync_batchnorm(copy.deepcopy(plain), group)
     batches = [(draw(5, 3, 4, 4, seed=seed), draw(5, 3, 4, 4, seed=seed + 9)) for seed in range(3)]

@@ -137,15 +137,15 @@ def test_unsupported_sharded_input_raises():
     mask, layer = torch.ones(4, 1, 4, dtype=torch.bool), SyncBatchNorm(3)
     of_rows = SyncBatchNorm(3, process_group=mesh["sp"])
     calls = {
-        "process_group: expected ranks [0, 1, 2, 3] of the input's mesh": lambda: of_rows(both),
-        "are sharded, got ranks [0, 1, 2, 3]": lambda: layer(distribute_tensor(tensor, mesh, [N, R])),
-        "are sharded, got ranks []": lambda: SyncBatchNorm(3, process_group=Twin())(both),
+        "process_group: expected ranks [0, 1, 2, 3], which share the samples and positions": lambda: of_rows(both),
+        "positions of this input, got ranks [0, 1, 2, 3]": lambda: layer(distribute_tensor(tensor, mesh, [N, R])),
+        "positions of this input, got ranks []": lambda: SyncBatchNorm(3, process_group=Twin())(both),
         "running_mean: expected a DTensor if channels of input are sharded": lambda: layer(channels),
-        "residual: expected a DTensor of placements": lambda: layer(both, rows),
+        "residual: expected a DTensor with placements": lambda: layer(both, rows),
         "residual: expected a plain tensor, like input": lambda: layer(tensor, rows),
         "weight: expected a DTensor on the input's mesh": lambda: sync_batch_norm(rows, None, None, vector),
         "weight: expected a plain tensor, like input": lambda: sync_batch_norm(tensor, None, None, vector),
-        "running_var: expected a DTensor of placements": lambda: sync_batch_norm(both, vector, wrong),
+        "running_var: expected a DTensor with placements": lambda: sync_batch_norm(both, vector, wrong),
         "mask: expected None with a DTensor input": lambda: layer(both, mask=mask),
         "input: expected at least 2 dimensions": lambda: layer(vector),
     }

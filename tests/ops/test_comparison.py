@@ -57,7 +57,7 @@ def kernels(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_right_kernels_agree_with_plain_torch(dtype):
+def test_correct_kernels_agree_with_plain_torch(dtype):
     assert comparison.find_difference(torch.ops.bagua_syncbn, CPU, dtype) is None
 
 

@@ -104,7 +104,7 @@ def test_a_load_that_may_succeed_later_raises(library):
     assert [library.native.load_with(error) for error in (out_of_memory, unavailable)] == [-1, -1]
 
 
-def test_a_fault_is_written_before_a_fence_and_its_kind_after(emulated, library):
+def test_the_kind_of_a_fault_is_written_after_the_rest(emulated, library):
     record, at_fence = torch.zeros(8, dtype=torch.int64), (ctypes.c_int64 * 8).in_dll(library.native, "at_fence")
     watched = ctypes.c_void_p.in_dll(library.native, "watched")
     watched.value = record.data_ptr()

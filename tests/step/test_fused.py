@@ -87,7 +87,7 @@ def test_activations_may_be_modules():
 
 
 @pytest.mark.parametrize("activation", [nn.LeakyReLU(0.1), ["leaky_relu", 0.1]])
-def test_a_call_uses_the_present_slope_of_an_activation(activation):
+def test_a_call_uses_the_current_slope_of_an_activation(activation):
     input = torch.randn(4, 2)
     for slope in (0.1, 0.1, 0.5):  # the second call is cached
         if isinstance(activation, nn.Module):

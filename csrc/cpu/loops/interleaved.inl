@@ -23,8 +23,8 @@ inline int64_t group_ahead(int64_t channels) {
   return kGroup * channels > kAhead ? kGroup * channels : kAhead;
 }
 
-// Computes two sums per column, sums[2][channels]. term(first, second, center, row, column, access) adds the terms of a
-// vector to both. `center` is the vector's part of `centers`.
+// Computes two sums per column, sums[2][channels]. term(first, second, center, row, column, access) adds a vector's
+// terms to the two sums `first` and `second`. `center` is the vector's part of `centers`.
 template <typename A, typename Term>
 BAGUA_SYNCBN_IN_LOOPS void add_columns(int64_t rows, int64_t channels, const A* centers, A* sums, const Term& term) {
   for (int64_t c = 0; c < 2 * channels; ++c) sums[c] = 0;

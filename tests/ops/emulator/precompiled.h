@@ -1,4 +1,4 @@
-// Precompiled for the kernels: parsing it can take longer than compiling a kernel.
+// A precompiled header for all kernels, because parsing these headers can take longer than compiling a kernel.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
