@@ -28,7 +28,7 @@ BAGUA_VENV ?= .venv-bagua
 BAGUA_PYTHON ?= $(shell for python in python3.10 "$$HOME"/.pyenv/versions/3.10.*/bin/python; do \
 	"$$python" -c 'import ensurepip, sys; sys.exit(sys.version_info[:2] != (3, 10))' 2>/dev/null && echo "$$python" && break; done)
 BAGUA_RANKS ?= 2
-# Bagua's library is linked with NCCL, which it finds without this only if torch was imported first.
+# Bagua's library needs NCCL. Without this path, it finds NCCL only if torch was imported first.
 BAGUA_RUN = LD_LIBRARY_PATH="$(abspath $(BAGUA_VENV))/lib/python3.10/site-packages/nvidia/nccl/lib$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}" \
 	$(abspath $(BAGUA_VENV))/bin/python
 

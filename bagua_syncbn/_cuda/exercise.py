@@ -79,7 +79,7 @@ class Exercise:
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype, self.accumulate = device, dtype, accumulate_dtype(dtype)
-        # A permutation of 0 to 2**16, repeated. Divided in float64, which rounds alike everywhere.
+        # A permutation of 0 to 2**16, repeated. The division is in float64, which rounds equally on all devices.
         self._noise = (torch.arange(7 * _PRIME, device=device) ** 3 % _PRIME).double() / _PRIME
 
     def calls(self) -> Iterator[Call]:

@@ -61,9 +61,9 @@ struct Sums {
   __device__ __forceinline__ Sums<A, 1> lane(int i) const { return {{first[i]}, {second[i]}}; }
 };
 
-// Merges `value` over a block's threads that share channels. Threads form rows of `columns`; each has kLanes of the
-// block's (at most kTile) channels. Thread t gets the result for channel t. Called by all threads, with a barrier
-// between two calls.
+// Merges `value` over a block's threads that share channels. Threads form rows of `columns` threads. A block has at
+// most kTile channels, a thread kLanes of them. Thread t gets the result for channel t. Called by all threads, with a
+// barrier between two calls.
 template <int kTile = 1, template <typename, int> typename S, typename A, int kLanes>
 __device__ __forceinline__ S<A, 1> reduce_block(S<A, kLanes> value, int columns = 1) {
   __shared__ S<A, kLanes> of_warps[kThreads / kWarp][kTile / kLanes];
