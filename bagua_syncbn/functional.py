@@ -101,7 +101,7 @@ def sync_batch_norm(
         bias: (C), :math:`\beta`, any float dtype; None for 0.
         training: whether to normalize with batch statistics.
         momentum: weight of the new batch statistics in the running statistics; None for a cumulative average, which
-            requires ``num_batches_tracked``.
+            requires ``num_batches_tracked``. Like ``eps``, a number or a CPU tensor without dimensions.
         eps: :math:`\epsilon`, added to the variance. At least 0; above 0 in training.
         process_group: ranks to synchronize with, see :data:`~bagua_syncbn.ProcessGroupLike`. None for the job's default
             group, or for this process if no job runs.
@@ -250,6 +250,8 @@ def _checked(call: Call, key: tuple[Any, ...] | None) -> Step:
     if not has_data or not (is_recorded() or all(check(call) for check in first_call_checks)):
         key = None
     options = checked_options(call.options, call.uses_batch)
+    if any(isinstance(option, Tensor) for option in call.options):  # its value may change before the next call
+        key = None
     if not call.uses_batch:
         if mean is None or var is None:
             raise ValueError("running_mean, running_var: expected tensors with training=False, got None")

@@ -77,12 +77,12 @@ def check_dimensions(input: Tensor) -> None:
 
 
 def checked_options(options: Options, uses_batch: bool) -> Options:
-    """Returns ``options`` with their activation as an :class:`~bagua_syncbn._ops.Activation`.
+    """Returns ``options`` with their activation as an :class:`~bagua_syncbn._ops.Activation`, and numbers for tensors.
 
     Raises:
         TypeError, ValueError: an option is invalid, see :func:`~bagua_syncbn.sync_batch_norm`.
     """
-    eps, momentum = options.eps, options.momentum
+    eps, momentum = (_number_in(value) for value in (options.eps, options.momentum))
     if not isinstance(options.eps_mode, str) or options.eps_mode not in ("plus", "clamp"):
         raise ValueError(f'eps_mode: expected "plus" or "clamp", got {options.eps_mode!r}')
     check_number("eps", eps)
@@ -95,7 +95,13 @@ def checked_options(options: Options, uses_batch: bool) -> Options:
         if not -inf < momentum < inf:
             raise ValueError(f"momentum: expected a finite number or None, got {momentum}")
     check_flag("skip_nonfinite", options.skip_nonfinite)
-    return options._replace(activation=ops.activation_of(options.activation))
+    return options._replace(eps=eps, momentum=momentum, activation=ops.activation_of(options.activation))
+
+
+def _number_in(value: Any) -> Any:
+    """Returns the number in a scalar CPU tensor, which torch's functions accept for a number; else ``value``."""
+    is_number = isinstance(value, Tensor) and value.dim() == 0 and value.is_cpu and not value.requires_grad
+    return value.item() if is_number else value
 
 
 def check_tensors(tensors: Tensors, buffers: ops.Buffers, uses_batch: bool, layer: nn.Module | None) -> None:

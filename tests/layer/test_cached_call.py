@@ -184,6 +184,19 @@ WRONG = {
 }
 
 
+@pytest.mark.parametrize("name", ["eps", "momentum"])
+@pytest.mark.parametrize("make_group", [Recording, lambda: LOCAL])
+def test_a_tensor_as_eps_or_momentum_equals_its_number_even_if_written_to_between_calls(name, make_group):
+    layers = [SyncBatchNorm(CHANNELS, process_group=make_group()) for _ in range(2)]
+    setattr(layers[0], name, torch.tensor(0.5, dtype=torch.float64))
+    for value in (0.5, 0.5, 0.25, 0.25):
+        getattr(layers[0], name).fill_(value)
+        setattr(layers[1], name, value)
+        input = torch.randn(SHAPE)
+        for training in (True, False):
+            assert_same(*(call(layer.train(training), input, plain) for layer in layers))
+
+
 def test_a_call_in_evaluation_needs_running_statistics_although_the_layer_normalizes_without():
     layer = SyncBatchNorm(CHANNELS, track_running_stats=False).eval()
     input = torch.randn(SHAPE)
