@@ -168,7 +168,7 @@ $(VENV)/installed: $(VENV)/installed-torch $(SOURCES)
 		|| { cat $(VENV)/install.log; exit 1; }
 	@touch $@
 
-# These tools need no kernels, so they do not wait for them.
+# These tools need no kernels, and do not wait for the build.
 $(addprefix $(VENV)/installed-,lint wheel docs): $(VENV)/installed-%: pyproject.toml | $(VENV)/installed-torch
 	@$(BIN)/python $(PIP_INSTALL) --group $*
 	@touch $@

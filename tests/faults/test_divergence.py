@@ -210,7 +210,7 @@ def step_each(*models):
 @pytest.mark.usefixtures("groups")
 @pytest.mark.parametrize("is_shared", [True, False], ids=["shared memory", "collectives"])
 def test_a_rank_may_fall_back_from_compiled_to_eager_code(is_shared):
-    """Both ranks, then one of them in turn, run compiled code."""
+    """Both ranks, then each rank in turn, run compiled code."""
     rank, group = dist.get_rank(), None if is_shared else TorchCommunicator(dist.new_group())
     layer = bagua_syncbn.SyncBatchNorm(8, momentum=1.0, process_group=group)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)

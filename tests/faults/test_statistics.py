@@ -1,4 +1,4 @@
-"""Ranks that diverge in merge_statistics or recalibrate_statistics: the error names all of them, and buffers do not
+"""Ranks that diverge in merge_statistics or recalibrate_statistics: the error names all these ranks, and buffers do not
 change."""
 
 import pytest

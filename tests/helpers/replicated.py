@@ -1,4 +1,4 @@
-"""Replicas of models in one process: building, running and comparing them."""
+"""Builds, runs and compares replicas of models in one process."""
 
 import time
 from unittest.mock import patch

@@ -79,7 +79,7 @@ def test_each_block_of_the_docs_runs_in_one_process(page, tmp_path, monkeypatch)
 
 
 def run_scripts(ports: list[int], directory: str) -> list[str]:
-    """Runs all scripts on each rank, each with its own store, since all of them use the default group."""
+    """Runs all scripts on each rank, each with its own store, because all use the default group."""
     done, before = [], Path.cwd()
     os.chdir(directory)
     with launched_by_torchrun():
