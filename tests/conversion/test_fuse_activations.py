@@ -185,6 +185,8 @@ def test_fusing_works_with_recomputed_outputs_and_replicas(single_threaded):
 
 def test_revert_undoes_only_fusing():
     model = fuse_activations(pair().eval())
+    assert "activation='silu')\n  (1): FusedActivation(SiLU())" in repr(model)
+    assert "SyncBatchNorm2d: synchronized already; computes 'silu'" in str(conversion_report(model))
     with pytest.raises(ValueError, match=r"fused_activation=.*silu"):
         revert_sync_batchnorm(model[0])
     model[0].fused_activation = "relu"
@@ -194,12 +196,6 @@ def test_revert_undoes_only_fusing():
     model[0].fused_activation = "silu"
     reverted = [(type(part), part.training) for part in revert_sync_batchnorm(model)]
     assert reverted == [(nn.BatchNorm2d, False), (nn.SiLU, False)]
-
-
-def test_repr_and_report_show_fused_activations():
-    model = fuse_activations(pair())
-    assert "activation='silu')\n  (1): FusedActivation(SiLU())" in repr(model)
-    assert "SyncBatchNorm2d: synchronized already; computes 'silu'" in str(conversion_report(model))
 
 
 @pytest.mark.parametrize("option", [{"activation": "silu"}, {"eps_mode": "clamp"}], ids=str)

@@ -103,6 +103,7 @@ CALLS = [
     *((error, message, lambda _, given=given: function(**given)) for error, message, given in ARGUMENTS),
     (TypeError, "zero_masked: expected a bool", lambda layer: masked(layer, MASK, zero_masked="no").__enter__()),
     (TypeError, "skip_nonfinite: expected a bool", lambda layer: convert_sync_batchnorm(layer, skip_nonfinite="no")),
+    (TypeError, "enabled: expected a bool, got NoneType", lambda layer: recompute_outputs(layer, enabled=None)),
     (TypeError, "model: expected a torch.nn.Module, got NoneType", lambda _: accumulate_statistics(None).__enter__()),
     (TypeError, "model: expected a torch.nn.Module, got NoneType", lambda _: masked(None, MASK).__enter__()),
     (TypeError, "rule: " + NO_FUNCTION, lambda layer: masked(layer, MASK, rule="a").__enter__()),

@@ -77,15 +77,6 @@ def test_saved_tensors_may_be_mutated(pool):
     torch.testing.assert_close(layer.weight.grad, batch.detach().sum(0) / (1 + layer.eps) ** 0.5)
 
 
-def test_activations_may_be_modules():
-    layer = SyncBatchNorm(2, activation=nn.LeakyReLU(0.3, inplace=True))
-    assert layer.fused_activation == ("leaky_relu", 0.3)
-    layer.fused_activation = nn.GELU(approximate="tanh")
-    assert layer.fused_activation.name == "gelu_tanh"
-    assert not list(layer.children())
-    assert "activation='gelu_tanh'" in repr(layer)
-
-
 @pytest.mark.parametrize("activation", [nn.LeakyReLU(0.1), ["leaky_relu", 0.1]])
 def test_a_call_uses_the_current_slope_of_an_activation(activation):
     input = torch.randn(4, 2)
