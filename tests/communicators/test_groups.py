@@ -214,19 +214,15 @@ def test_communicators_of_other_objects_raise():
 
 @pytest.mark.parametrize(("process_group", "error", "message"), [
     (0, ValueError, "expected a positive number of ranks, got 0"),
-    (-2, ValueError, "got -2"),
     ([[0, True]], TypeError, r"got \[\[0, True\]\]"),
     ([[0], 1], TypeError, r"got \[\[0\], 1\]"),
     ("host", TypeError, "got 'host'"),
-    (2.0, TypeError, "got 2.0"),
     (True, TypeError, "got True"),
     ([0, 1], TypeError, r"a list of lists of ranks, .* got \[0, 1\]"),
     ([], ValueError, r"each rank from 0 on exactly once, got \[\]"),
     ([[0, 1], []], ValueError, r"got \[\[0, 1\], \[\]\]"),
     ([[0, 1], [1]], ValueError, r"got \[\[0, 1\], \[1\]\]"),
     ([[0], [2]], ValueError, r"got \[\[0\], \[2\]\]"),
-    ([[1, 2]], ValueError, r"got \[\[1, 2\]\]"),
-    ([[0, -1]], ValueError, r"got \[\[0, -1\]\]"),
     (RankGroup(()), ValueError, "at least one rank, .* got RankGroup"),
     (RankGroup((1, 1)), ValueError, r"got RankGroup\(ranks=\(1, 1\)\)"),
     (RankGroup((-1, 0)), ValueError, r"got RankGroup\(ranks=\(-1, 0\)\)"),
@@ -248,11 +244,8 @@ def test_invalid_groups_raise_at_construction(process_group, error, message):
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize(("process_group", "message"), [
     (2, "expected a divisor of the job's 3 ranks, got 2"),
-    (4, "got 4"),
     ([[0, 1]], r"expected each of the job's 3 ranks in exactly one list, got \[\[0, 1\]\]"),
     ([[0, 1], [2, 3]], r"got \[\[0, 1\], \[2, 3\]\]"),
-    ([[0, 1], [1, 2]], r"got \[\[0, 1\], \[1, 2\]\]"),
-    ([], r"got \[\]"),
     (RankGroup((0, 3)), "expected ranks of this job that include this one, rank {} of 3"),
     ("others", "expected ranks of this job that include this one, rank {} of 3"),
 ], ids=str)  # fmt: skip

@@ -153,7 +153,6 @@ def mean_in_group(layer, values, mask=None, **options):
 # The last rank's call instead of the loss, and how errors describe this call.
 DIVERGENCES = {
     "no call": (lambda layer, values: values.mean().backward(), "backward of SyncBatchNorm1d"),
-    "a layer": (lambda layer, values: layer(values), "forward of SyncBatchNorm1d"),
     "gradients": (lambda *args: mean_in_group(*args, gradients="summed"), "mean_over_ranks (gradients='summed')"),
     "invalid mask": (
         lambda layer, values: mean_in_group(layer, values, values),

@@ -92,16 +92,11 @@ def test_ranks_measure_the_noise_of_one_process_and_keep_the_model_unchanged():
 
 def test_invalid_arguments_raise():
     x = [torch.randn(4, 3, 2, dtype=torch.float64)]
-    for error, match, arguments in (
-        (TypeError, "module: expected a torch.nn.Module, got int", (3, x)),
-        (ValueError, "batches: expected a non-empty batch on some rank", (layer(), [x[0][:0]])),
-        (ValueError, "batches: expected at least two samples, got 1 in '0'", (layer(), [x[0][:1]])),
-        (ValueError, "module: expected batch normalization layers in training mode", (layer().eval(), x)),
-    ):
-        with pytest.raises(error, match=match):
-            measure_batch_noise(*arguments)
     for error, match, options in (
-        (ValueError, "samples: expected at least 1, got -3", {"samples": -3}),
+        (TypeError, "module: expected a torch.nn.Module, got int", {"module": 3}),
+        (ValueError, "batches: expected a non-empty batch on some rank", {"batches": [x[0][:0]]}),
+        (ValueError, "batches: expected at least two samples, got 1 in '0'", {"batches": [x[0][:1]]}),
+        (ValueError, "module: expected batch normalization layers in training mode", {"module": layer().eval()}),
         (ValueError, "samples: expected at least 1, got 0", {"samples": 0}),
         (TypeError, "samples: expected an int, got float", {"samples": 2.5}),
         (TypeError, "samples: expected an int, got bool", {"samples": True}),
@@ -112,12 +107,11 @@ def test_invalid_arguments_raise():
         (TypeError, "process_group: expected None", {"process_group": "hosts"}),
     ):
         with pytest.raises(error, match=match):
-            measure_batch_noise(layer(), x, **options)
+            measure_batch_noise(**{"module": layer(), "batches": x} | options)
     noise = measure_batch_noise(layer(), x, limit=0)
     for measured in (noise, noise.layers[0]):
-        for samples in (0, -3):
-            with pytest.raises(ValueError, match="samples: expected at least 1"):
-                measured.at(samples)
+        with pytest.raises(ValueError, match="samples: expected at least 1"):
+            measured.at(-3)
     masked = convert_sync_batchnorm(layer())
     with (
         bagua_syncbn.masked(masked, torch.ones(4, 1, 2, dtype=torch.bool)),

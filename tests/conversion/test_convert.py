@@ -131,7 +131,7 @@ REFUSED = [
     (revert_sync_batchnorm, partial(BecomesSlotted, 2), TypeError, "__class__ assignment"),
     (revert_sync_batchnorm, partial(LocalSubclass, 2), TypeError, "LocalSubclass, which has no local_class; set it"),
     (revert_sync_batchnorm, partial(SyncBatchNorm, 2, activation="relu"), ValueError, "has no fused_activation='relu'"),
-    (revert_sync_batchnorm, partial(SyncBatchNorm2d, 2, eps_mode="clamp"), ValueError, "revert Sync.* eps_mode='clamp'"),
+    (revert_sync_batchnorm, partial(SyncBatchNorm2d, 2, eps_mode="clamp"), ValueError, "Norm2d.* eps_mode='clamp'"),
 ]
 
 

@@ -113,25 +113,6 @@ def test_the_log_says_how_messages_travel_and_why():
         assert line.endswith(f"rank {rank} of 4: through {text}")
 
 
-# Compiled code
-
-
-@pytest.mark.ranks(2)
-def test_compiled_ranks_get_a_message_that_an_eager_one_begins():
-    communicator, rank = communicator_of(dist.new_group()), dist.get_rank()
-    compiled = torch.compile(lambda x: (communicator.all_gather(x), communicator.all_reduce(x)), backend="aot_eager")
-    packed = torch.tensor([rank, *[0] * 6]).float()  # equal headers
-    with torch.no_grad():
-        for _ in range(2):
-            if rank == 0:
-                begun = communicator.begin(packed.clone(), False), communicator.begin(packed.clone(), True)
-                gathered, total = (one.wait() for one in begun)
-            else:
-                gathered, total = compiled(packed.clone())
-            assert gathered[:, 0].tolist() == [0.0, 1.0]
-            assert total.tolist() == [1.0, *[0.0] * 6]
-
-
 # Failures
 
 

@@ -32,10 +32,6 @@ DIVERGENCES = {
         lambda model, group: (model.add_module("other", model.pop(1)), merge_statistics(model, group)),
         ("merge_statistics of Critic (channels: 16 in 2 layers, of names and sizes",),
     ),
-    "trains": (
-        lambda model, group: model(BATCHES[0]),
-        ("merge_statistics of Critic (channels: 16", "forward of SyncBatchNorm1d '0' of Critic"),
-    ),
     "passes an invalid weight": (
         lambda model, group: merge_statistics(model, group, weight=-1),
         ("weight: expected a finite number above 0, got -1",),
