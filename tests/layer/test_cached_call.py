@@ -205,6 +205,11 @@ def test_a_call_in_evaluation_needs_running_statistics_although_the_layer_normal
         bagua_syncbn.sync_batch_norm(input, None, None, layer.weight, layer.bias, False, layer=layer)
 
 
+def test_a_layer_without_tensors_keeps_a_step_for_each_number_of_channels():
+    without = [CHANGES["no parameters"], CHANGES["no running statistics"]]
+    compare(before=without, alter=lambda input: input[:, :2])
+
+
 INPUTS = {
     "more samples": lambda input: torch.cat([input, input]),
     "float64": lambda input: input.double(),
