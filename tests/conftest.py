@@ -122,6 +122,8 @@ def pytest_collection_finish():
 
 
 def pytest_runtest_setup(item):
+    if item.get_closest_marker("reference_too") and "pool" not in item.callspec.params:
+        pytest.fail("reference_too: expected the mark on a test, got it on a row, which runs once")
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         if os.environ.get("FAIL_WITHOUT_CUDA"):
             pytest.fail("FAIL_WITHOUT_CUDA is set and torch sees no CUDA device")

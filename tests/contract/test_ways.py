@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bagua_syncbn import recalibrate_statistics
-from tests.helpers.cases import CLASSES, SHAPES_IN_LAYOUTS, WAYS, Case, call_of, check
+from tests.helpers.cases import CLASSES, SHAPES_IN_LAYOUTS, WAYS, Case, call_of, check, run_reference
 from tests.helpers.checkpoints import CHECKPOINTED
 from tests.helpers.formula import values_of
 
@@ -36,15 +36,16 @@ def cases(way, splits, evaluates=True, checkpoint=""):
             yield Case(splits, (3, 2, 5), torch.float64, **given, **options)
 
 
-# `make test` compiles options in test_compile.py, test_masks.py and test_freeze.py.
-MARKS = {"compiled": pytest.mark.all_rows}
-ON_RANKS = [pytest.param(way, marks=MARKS.get(way, pytest.mark.reference_too)) for way in WAYS if way != "replicas"]
-
-
-@pytest.mark.parametrize("way", ON_RANKS)
+@pytest.mark.reference_too
+@pytest.mark.parametrize("way", [way for way in WAYS if way not in ("compiled", "replicas")])
 def test_every_option_works_with_every_kind_of_call(pool, way):
-    given = list(cases(way, (2, 0, 3), evaluates=way != "compiled"))
-    check(pool, *(given[::2] if way == "compiled" else given))  # a compilation takes a second
+    check(pool, *cases(way, (2, 0, 3)))
+
+
+@pytest.mark.all_rows  # `make test` compiles options in test_compile.py, test_masks.py and test_freeze.py
+@pytest.mark.parametrize("splits", [(2, 0, 3), (4,)])
+def test_every_option_works_in_compiled_code(pool, splits):
+    check(pool, *cases("compiled", splits))
 
 
 @pytest.mark.reference_too
@@ -91,9 +92,11 @@ def test_recalibration_works_with_every_option(way, single_threaded):
         call, steps = call_of(case, layer), [(*case.batch(step)[:2], case.mask(step)) for step in range(case.steps)]
         batches = [(input, residual if case.residual else None, mask) for input, residual, mask in steps]
         call(*batches[0])
-        before = copy.deepcopy(layer.state_dict())
-        recalibrate_statistics(layer, batches, forward=lambda batch, call=call: call(*batch))
+        before, outputs = copy.deepcopy(layer.state_dict()), []
+        recalibrate_statistics(layer, batches, forward=lambda batch, call=call, to=outputs: to.append(call(*batch)))
         values = torch.cat([values_of(input, mask) for input, _, mask in batches])
-        expected = before | {"running_mean": values.mean(0), "running_var": values.var(0)}
-        expected = before if "statistics" in case.frozen else expected
-        torch.testing.assert_close(layer.state_dict(), expected, msg=lambda text, case=case: f"{case}: {text}")
+        moved = {} if "statistics" in case.frozen else {"running_mean": values.mean(0), "running_var": values.var(0)}
+        expected = before | moved, [step["output"] for step in run_reference(case)[0]["steps"]]
+        torch.testing.assert_close(
+            (layer.state_dict(), outputs), expected, msg=lambda text, case=case: f"{case}: {text}"
+        )

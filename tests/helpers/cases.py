@@ -288,6 +288,7 @@ def _compute_reference(case: Case) -> list[dict[str, Any]]:
     Each rank has a copy of the parameters, so the gradients of a copy are this rank's share.
     """
     layer = case.layer().double()
+    vars(layer).update(case.options)  # even if the constructor ignored one
     parameters, size = dict(layer.named_parameters()), len(case.splits)
     results: list[dict[str, Any]] = [{"steps": [], "buffers": dict(layer.named_buffers())} for _ in case.splits]
     for step in range(case.steps):
