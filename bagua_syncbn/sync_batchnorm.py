@@ -220,13 +220,13 @@ class SyncBatchNorm(_BatchNorm):
         return replica
 
     def extra_repr(self) -> str:
-        eps_mode = "" if self.eps_mode == "plus" else f", eps_mode={self.eps_mode!r}"
-        skip = ", skip_nonfinite=True" if self.skip_nonfinite else ""
-        activation = activation_of(self.fused_activation)
-        act = "" if activation is None else f", activation={activation}"
+        text = super().extra_repr()  # with eps and momentum
+        options = options_of(self)._replace(activation=activation_of(self.fused_activation))
+        for name, value, default in zip(Options._fields, options, Options(), strict=True):
+            text += f", {name}={value!r}" if f" {name}=" not in text and value != default else ""
         group = "" if self._sync_state.group is EVERYONE else f", process_group={self._sync_state.group}"
         frozen = "" if self._sync_state.frozen_mode is None else ", statistics frozen"
-        return f"{super().extra_repr()}{eps_mode}{skip}{act}{group}{frozen}"
+        return f"{text}{group}{frozen}"
 
     def _get_name(self) -> str:
         if is_name_for_tracer():

@@ -10,14 +10,13 @@ from bagua_syncbn import recalibrate_statistics
 from tests.helpers.cases import CLASSES, SHAPES_IN_LAYOUTS, WAYS, Case, call_of, check, run_reference
 from tests.helpers.checkpoints import CHECKPOINTED
 from tests.helpers.formula import values_of
+from tests.helpers.options import OTHER
 
 OPTIONS = {
-    "eps": {"options": {"eps": 0.5}},
-    "momentum": {"options": {"momentum": 0.3}},
+    **{name: {"options": {name: value}} for name, value in OTHER._asdict().items()},
     "average": {"options": {"momentum": None}},
     "eps_mode": {"options": {"eps_mode": "clamp", "eps": 2.0}},  # above some of the variances
     "skip_nonfinite": {"options": {"skip_nonfinite": True}, "spoiled": True},
-    "activation": {"options": {"activation": ("leaky_relu", 0.2)}},
     "frozen": {"frozen": ("statistics",)},
     "frozen parameters": {"frozen": ("weight", "bias")},
     "mask": {"masks": "random"},

@@ -1,5 +1,6 @@
 """Cases of the contract: a layer on several ranks, compared with the formula in one process."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,9 +12,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import bagua_syncbn
+from bagua_syncbn._ops.options import options_of
 from bagua_syncbn.data_parallel import DataParallelWithCallback
 from tests.helpers import formula
 from tests.helpers.checkpoints import CHECKPOINTED
+from tests.helpers.options import attributes
 from tests.helpers.tolerances import TOLERANCES, assert_close
 from tests.helpers.user_layers import BatchNormAct
 from tests.helpers.workers import forget_compilations
@@ -130,10 +133,10 @@ CLASSES: dict[str, Callable[..., Any]] = {
 def make_layer(way: str, channels: int, **options: Any) -> Any:
     if way not in CLASSES:
         return bagua_syncbn.SyncBatchNorm(channels, **options)
-    eps_mode, activation = options.pop("eps_mode", "plus"), options.pop("activation", None)
-    skips = options.pop("skip_nonfinite", False)
-    layer = bagua_syncbn.convert_sync_batchnorm(CLASSES[way](channels, **options), skip_nonfinite=skips)
-    layer.eps_mode, layer.fused_activation = eps_mode, activation
+    of_torch = {name: options.pop(name) for name in inspect.signature(nn.BatchNorm2d).parameters if name in options}
+    layer = bagua_syncbn.convert_sync_batchnorm(CLASSES[way](channels, **of_torch))
+    for name, value in attributes(options).items():
+        setattr(layer, name, value)
     return layer
 
 
@@ -141,11 +144,10 @@ def as_function(layer: Any) -> Callable[..., Tensor]:
     def call(input: Tensor, **given: Any) -> Tensor:
         tensors = layer.running_mean, layer.running_var, layer.weight, layer.bias
         return bagua_syncbn.sync_batch_norm(
-            *(input, *tensors, layer.training, layer.momentum, layer.eps, layer.process_group),
-            eps_mode=layer.eps_mode,
-            skip_nonfinite=layer.skip_nonfinite,
-            activation=layer.fused_activation,
+            *(input, *tensors, layer.training),
+            process_group=layer.process_group,
             num_batches_tracked=layer.num_batches_tracked if layer.training else None,
+            **options_of(layer)._asdict(),
             **given,
         )
 

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import (
 
 from bagua_syncbn import Repeatable, masked
 from bagua_syncbn.communicators import LOCAL
+from tests.helpers.options import OTHER, attributes
 
 
 def _save_what(policy, ctx, op, *args, **kwargs):
@@ -85,13 +86,13 @@ CHECKPOINTS = {
 @contextmanager
 def changed(layer):
     """Context manager that changes options, mode, mask, statistics and ranks of ``layer``."""
-    options = {"momentum": None, "eps": 3.0, "eps_mode": "clamp", "fused_activation": "sigmoid", "process_group": LOCAL}
+    options = OTHER._asdict() | {"momentum": None, "eps": 3.0, "activation": "sigmoid", "process_group": LOCAL}
     layer.train(not layer.training)
     layer.running_mean.add_(3)
     layer.running_var.mul_(7)
     mask = torch.ones(1, 1, 9, dtype=torch.bool)  # fits no input
     with pytest.MonkeyPatch.context() as patch, masked(layer, mask):
-        for name, value in options.items():
+        for name, value in attributes(options).items():
             patch.setattr(layer, name, value)
         yield
     layer.running_mean.sub_(3)

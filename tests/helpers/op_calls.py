@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bagua_syncbn import _ops as ops
+from bagua_syncbn._ops.activations import ACTIVATIONS
 from tests.helpers.cases import laid_out
 
 
@@ -70,7 +71,7 @@ INVALID: dict[str, list[_Change]] = {
     "count": _SCALAR,
     "num_batches_tracked": _SCALAR,
     "gathered": [lambda _, size=size: torch.ones(size) for size in (3, 13, (2, 3))],
-    "activation": [lambda _: 11, lambda _: -1],
+    "activation": [lambda _: len(ACTIVATIONS) + 1, lambda _: -1],
 }
 
 

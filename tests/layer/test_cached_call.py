@@ -20,6 +20,7 @@ from bagua_syncbn.communicators import LOCAL
 from tests.helpers.cases import WAYS, within
 from tests.helpers.fake_packages import DynamicBatchNorm
 from tests.helpers.one_rank import Twin
+from tests.helpers.options import OTHER, attributes
 
 CHANNELS, SHAPE = 3, (4, 3, 5)
 MASK = torch.arange(5).view(1, 1, 5) < 3
@@ -113,14 +114,10 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "one tensor as both": lambda layer: setattr(layer, "running_var", layer.running_mean),
     "no running statistics": drop("running_mean", "running_var"),
     "no parameters": drop("weight", "bias"),
-    "momentum": set_attribute("momentum", 0.5),
+    **{name: set_attribute(name, value) for name, value in attributes(OTHER._asdict()).items()},
     "momentum=None": set_attribute("momentum", None),
-    "eps": set_attribute("eps", 0.5),
     "eps=0": set_attribute("eps", 0),
-    "eps_mode": set_attribute("eps_mode", "clamp"),
-    "skip_nonfinite": set_attribute("skip_nonfinite", True),
     "untracked": set_attribute("track_running_stats", False),
-    "activation": set_attribute("fused_activation", "relu"),
     "a place in a model": lambda layer: bagua_syncbn.convert_sync_batchnorm(nn.ModuleDict({"other": layer})),
     "class": set_attribute("__class__", SyncBatchNorm1d),
     "evaluation": lambda layer: layer.eval(),

@@ -205,7 +205,7 @@ OPTIONS = [
     ("eps_mode", ONES, ValueError, 'expected "plus" or "clamp", got tensor'),
     ("skip_nonfinite", "no", TypeError, "expected a bool, got str"),
     ("activation", ("leaky_relu", NAN), ValueError, "expected a finite parameter for leaky_relu, got nan"),
-    ("activation", "mish", ValueError, "expected one of relu, .*, got 'mish'"),
+    ("activation", "unknown", ValueError, "expected one of relu, .*, got 'unknown'"),
     ("activation", ("relu", 0.1), ValueError, "expected no parameter for relu, got"),
     ("activation", ("elu", 1.0, 2.0), ValueError, "expected one parameter for elu"),
     ("activation", ("elu", "x"), TypeError, r"expected one of relu, .*, got \('elu', 'x'\)"),

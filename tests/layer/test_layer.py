@@ -20,8 +20,10 @@ from bagua_syncbn import (
     verify_synchronization,
     with_bagua,
 )
+from bagua_syncbn._ops.options import Options
 from bagua_syncbn.communicators import LOCAL
 from tests.helpers.cases import Case, check, run_rank
+from tests.helpers.options import OTHER
 from tests.helpers.steps import unchanged
 from tests.helpers.tolerances import DTYPES
 
@@ -36,6 +38,12 @@ def test_signatures_start_with_torchs_arguments():
     torchs = list(inspect.signature(torch.nn.functional.batch_norm).parameters)
     ours = list(inspect.signature(sync_batch_norm).parameters)
     assert ours[: len(torchs)] == torchs
+
+
+@pytest.mark.parametrize(("name", "value"), OTHER._asdict().items())
+def test_the_text_of_a_layer_shows_every_option_that_is_not_the_default(name, value):
+    assert value != Options._field_defaults[name]
+    assert f" {name}={value!r}" in repr(SyncBatchNorm(2, **{name: value}))
 
 
 @pytest.mark.parametrize("arguments", [(), (0.5,), (0.5, None), (0.5, 0.3, False), (0.5, 0.3, True, False)], ids=str)

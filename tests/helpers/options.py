@@ -1,0 +1,13 @@
+"""A value of every option, for tests of all options."""
+
+from typing import Any
+
+from bagua_syncbn._ops.options import Options
+
+OTHER = Options(eps=0.5, momentum=0.3, eps_mode="clamp", skip_nonfinite=True, activation=("leaky_relu", 0.2))
+"""Differs from the default in every option."""
+
+
+def attributes(options: dict[str, Any]) -> dict[str, Any]:
+    """Returns the attributes of a layer for arguments of its class."""
+    return {"fused_activation" if name == "activation" else name: value for name, value in options.items()}
