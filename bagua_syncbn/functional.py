@@ -114,9 +114,9 @@ def sync_batch_norm(
         layer: calling module. Activation checkpointing matches recomputed calls by module and order; all calls without
             a module are treated as calls of one module.
         activation: ``"relu"``, ``"relu6"``, ``"leaky_relu"``, ``"elu"``, ``"silu"``, ``"gelu"``, ``"gelu_tanh"``,
-            ``"hardswish"``, ``"sigmoid"`` or ``"tanh"``, see :mod:`torch.nn.functional`; a pair with the slope of
-            ``leaky_relu`` or the alpha of ``elu``, such as ``("leaky_relu", 0.2)``; a module such as ``nn.ReLU()``; or
-            None.
+            ``"hardswish"``, ``"sigmoid"``, ``"tanh"`` or ``"mish"``, see :mod:`torch.nn.functional`; a pair with the
+            slope of ``leaky_relu`` or the alpha of ``elu``, such as ``("leaky_relu", 0.2)``; a module such as
+            ``nn.ReLU()``; or None.
         residual: :math:`r`, (N, C, \*), same dtype and device as ``input``, in any memory format; or None.
         mask: bool, (N, 1, \*); dimensions of size 1 broadcast. True for positions that the statistics include. All
             other positions are normalized with the same statistics. Some ranks may pass no mask, and a rank may mask

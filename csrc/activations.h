@@ -7,7 +7,12 @@
 
 // DO(name, shared, value, derivative): expressions of z, `zero`, `one`, and the parameter p of LeakyRelu and Elu. Value
 // and derivative may use s = shared. Derivatives at kinks equal torch's.
+//
+// Mish: tanh(log(1 + e^z)) is 1 / (s + h) with s = e^-z, g = 1 / (1 + 2 s) and h = (1 + g) / 2. This form needs few
+// roundings and cannot overflow.
 // clang-format off
+#define BAGUA_SYNCBN_G (one / (one + of<V>(2) * s))
+#define BAGUA_SYNCBN_H (of<V>(0.5) + of<V>(0.5) * BAGUA_SYNCBN_G)
 #define BAGUA_SYNCBN_ACTIVATIONS(DO)                                                                                   \
   DO(Identity, z, z, one)                                                                                              \
   DO(Relu, z, z < zero ? zero : z, z > zero ? one : zero)                                                              \
@@ -21,7 +26,10 @@
   DO(Hardswish, of<V>(3), z * (z < -s ? zero : z > s ? one : z * of<V>(1.0 / 6) + of<V>(0.5)),                         \
      z > -s ? (z < s ? z * of<V>(1.0 / 3) + of<V>(0.5) : one) : zero)                                                  \
   DO(Sigmoid, sigmoid_of(z), s, s * (one - s))                                                                         \
-  DO(Tanh, tanh_of(z), s, one - s * s)
+  DO(Tanh, tanh_of(z), s, one - s * s)                                                                                 \
+  DO(Mish, exp_of(-z), z / (s + BAGUA_SYNCBN_H),                                                                       \
+     (one + z * (one - BAGUA_SYNCBN_H / (s + BAGUA_SYNCBN_H)) * (one - BAGUA_SYNCBN_G * BAGUA_SYNCBN_G)) /             \
+         (s + BAGUA_SYNCBN_H))
 // clang-format on
 
 // Defines an activation for scalars or vectors V. Instruction sets and CUDA each use it in a namespace that defines

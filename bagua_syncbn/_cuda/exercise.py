@@ -45,7 +45,7 @@ def _inputs(vector: int, smallest: float) -> list[_Input]:
     """Returns inputs for scalar loads and for loads of ``vector`` values.
 
     Each kernel runs on inputs with one part and with several parts per channel. Rows begin and end within vectors, and
-    the last tile of channels is incomplete. An input's position in the list determines its activation. No value may be
+    the last tile of channels is incomplete. An input's position in the list determines its activations. No value may be
     near a kink of its activation.
     """
     center = {2: 2**6, 4: 2**15, 8: 1}[vector]  # means that require a precise variance
@@ -84,8 +84,10 @@ class Exercise:
 
     def calls(self) -> Iterator[Call]:
         smallest = torch.finfo(self.dtype).smallest_normal
-        for number, given in enumerate(_inputs(16 // self.dtype.itemsize, smallest)):
-            yield from self._on_input(number, given)
+        inputs = _inputs(16 // self.dtype.itemsize, smallest)
+        activated = sum(not given.is_plain for given in inputs)
+        for number, given in enumerate(inputs):
+            yield from self._on_input(number, given, range(number, len(ACTIVATIONS), activated))
         yield from self._merging_ranks()
         empty, ones = self._of(torch.empty(0, _CHANNELS, device=self.device), self.dtype), self._full(_CHANNELS)
         nan = torch.full_like(ones, torch.nan, dtype=self.dtype).unsqueeze(0)
@@ -94,7 +96,7 @@ class Exercise:
         yield Call("batch_norm_stats", (empty, _IDENTITY, _NUMBER))
         yield Call("batch_norm_backward_reduce", (empty, empty, ones, ones, None, _FINGERPRINT))
 
-    def _on_input(self, number: int, given: _Input) -> Iterator[Call]:
+    def _on_input(self, number: int, given: _Input, numbers: range) -> Iterator[Call]:
         shape, channels = given.shape, given.shape[1]
         channel = torch.arange(channels, device=self.device).double()
         deviation = 0.25 * 2 ** (channel % 5)
@@ -121,25 +123,26 @@ class Exercise:
         dtype = self.accumulate if number % 2 else narrower
         weight = None if number % 4 == 2 else self._of(self._some(channels, skip=7) + 0.5, dtype)
         bias = None if number % 4 == 3 else self._of(self._some(channels, skip=91) - 8, dtype)
-        activations = [(1 + (number + step) % len(ACTIVATIONS), 0.3) for step in (0, 3, 7)]
+        activations = [[(1 + (each + step) % len(ACTIVATIONS), 0.3) for each in numbers] for step in (0, 4, 8)]
 
         masked = self._placed(x.masked_fill(~mask.unsqueeze(1), torch.nan), given)
         for values, positions in ((x, None), (masked, mask)):
             yield Call("batch_norm_stats", (values, _IDENTITY, _NUMBER, positions))
             if self.dtype != torch.float64 and number % 3 == 0:
                 yield Call("batch_norm_stats", (values, _FINGERPRINT, 0, positions, True))
-        for epilogue in ((), (residual, *activations[0]), (residual,))[: 2 + (number % 4 == 0)]:
+        for epilogue in ((), *((residual, *each) for each in activations[0]), *[(residual,)] * (number % 4 == 0)):
             yield Call("batch_norm_elemt", (x, weight, bias, mean, invstd, *epilogue))
         reduced = dy, x, mean, invstd, weight
         yield Call("batch_norm_backward_reduce", reduced)
-        arguments = *reduced, _FINGERPRINT, bias, residual, *activations[1], grad
-        yield Call("batch_norm_backward_reduce", arguments, (grad,))
+        for each in activations[1]:
+            arguments = *reduced, _FINGERPRINT, bias, residual, *each, grad
+            yield Call("batch_norm_backward_reduce", arguments, (grad,))
         totals = torch.cat([600 + channel, (30 + channel) * deviation]) * _LARGE
         sums, wrong = (self._of(torch.cat([totals, self._header(differing)])) for differing in (None, number % 3))
         factors, count = (dy, x, weight, mean, invstd), torch.full((), 1000 * _LARGE, device=self.device)
         record = self._record(3 if number == 1 else 0)
         yield Call("batch_norm_backward_elemt", (*factors, wrong, count, _RANKS, record, 4 + number), (record,))
-        for options in ((mask,), (None, bias, *activations[2])):
+        for options in ((mask,), *((None, bias, *each) for each in activations[2])):
             yield Call("batch_norm_backward_elemt", (*factors, sums, count, _RANKS, None, 0, *options))
         yield Call("batch_norm_backward_elemt", (*factors, sums, count, _RANKS), (dy,), {"grad_input": dy})
 

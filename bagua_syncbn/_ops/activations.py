@@ -37,6 +37,7 @@ _FORMULAS = {
     "hardswish": _Formula(lambda z, _: F.hardswish(z), lambda dy, z, _: _aten.hardswish_backward(dy, z), is_cheap=True),
     "sigmoid": _Formula(lambda z, _: torch.sigmoid(z), lambda dy, z, _: _aten.sigmoid_backward(dy, torch.sigmoid(z))),
     "tanh": _Formula(lambda z, _: torch.tanh(z), lambda dy, z, _: _aten.tanh_backward(dy, torch.tanh(z))),
+    "mish": _Formula(lambda z, _: F.mish(z), lambda dy, z, _: _aten.mish_backward(dy, z)),
 }
 _NAMES = list(_FORMULAS)
 ACTIVATIONS = _NAMES[1:]
@@ -52,6 +53,7 @@ MODULES: dict[type[nn.Module], Callable[[Any], str | tuple[str, float]]] = {
     nn.Hardswish: lambda module: "hardswish",
     nn.Sigmoid: lambda module: "sigmoid",
     nn.Tanh: lambda module: "tanh",
+    nn.Mish: lambda module: "mish",
 }
 """Names and parameters of torch's activation modules."""
 

@@ -38,6 +38,7 @@ _NODES: dict[str, Callable[[Any], Any]] = {
     "HardswishBackward": lambda node: "hardswish",
     "SigmoidBackward": lambda node: "sigmoid",
     "TanhBackward": lambda node: "tanh",
+    "MishBackward": lambda node: "mish",
 }
 
 

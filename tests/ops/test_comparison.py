@@ -122,7 +122,7 @@ def with_default_parameter(op, *arguments):
     return op(*arguments[:-1], 1.0) if arguments[-1] == 0.3 else op(*arguments)
 
 
-def without_tanh(op, *arguments):
+def without_the_last_activation(op, *arguments):
     return op(*arguments[:-2], 0, 0.0) if arguments[-2] == len(activations.ACTIVATIONS) else op(*arguments)
 
 
@@ -243,7 +243,7 @@ FAULTS = [
     ("backward_elemt", torch.float64, with_the_last_fault),
     ("gather_stats", torch.float64, without_bits_after_32),
     ("backward_reduce", torch.float16, saturated),
-    ("elemt", torch.float16, without_tanh),
+    ("elemt", torch.float16, without_the_last_activation),
     ("elemt", torch.bfloat16, truncated),
     ("gather_stats", torch.float32, without_late_ranks),
     ("gather_stats", torch.bfloat16, without_the_last_ranks),

@@ -28,7 +28,7 @@ def test_the_native_kernels_are_loaded():
         assert "sanitize" in _C.__file__
 
 
-@pytest.mark.parametrize("name", ["sigmoid", "silu", "tanh", "elu"])
+@pytest.mark.parametrize("name", ["sigmoid", "silu", "tanh", "elu", "mish"])
 def test_activations_are_within_two_units_in_the_last_place(name):
     z, zeros, ones, act = torch.linspace(-9, 9, 4000), torch.zeros(1), torch.ones(1), activation_of(name)
     actual = ops.batch_norm_elemt(z.view(1, 1, -1), None, None, zeros, ones, None, act.code, act.parameter)

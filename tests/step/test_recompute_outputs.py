@@ -190,7 +190,7 @@ def test_two_readers_of_an_output_share_one_recomputation(monkeypatch):
 
 
 MODULES = [nn.ReLU(), nn.ReLU6(), nn.LeakyReLU(0.3), nn.ELU(1.3), nn.SiLU(), nn.GELU(), nn.GELU("tanh")]
-MODULES += [nn.Hardswish(), nn.Sigmoid(), nn.Tanh()]
+MODULES += [nn.Hardswish(), nn.Sigmoid(), nn.Tanh(), nn.Mish()]
 IN_PLACE = [type(module)(inplace=True) for module in MODULES if hasattr(module, "inplace")]
 
 
