@@ -300,7 +300,7 @@ def test_descriptions_are_local_without_a_job_and_can_be_saved(process_group):
 
 
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize("process_group", [4, [[0, 1], [2, 3]], RankGroup((2, 3))], ids=str)
+@pytest.mark.parametrize("process_group", [None, 4, [[0, 1], [2, 3]], RankGroup((2, 3))], ids=str)
 def test_a_job_of_one_rank_accepts_the_description_of_a_larger_job(process_group):
     assert communicator_of(process_group) is LOCAL
     assert mean_over(process_group) == 0

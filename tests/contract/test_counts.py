@@ -168,10 +168,3 @@ def test_one_process_and_evaluation_cost_the_same_as_torch(pool):
     check_against_torch(True)
     check_against_torch(False)
     pool.run(check_against_torch, 2, False)
-
-
-@pytest.mark.ranks(1)
-@pytest.mark.parametrize("size", [SHAPE, (16, 64, 32, 32)])  # the smaller input uses F.batch_norm
-def test_one_rank_of_a_job_sends_nothing(size):
-    x, grad = torch.randn(size, requires_grad=True), torch.randn(size)
-    assert not any(counted.payloads for counted in count_step(bagua_syncbn.SyncBatchNorm2d(size[1]), x, grad))

@@ -118,24 +118,6 @@ def test_a_mask_may_change_before_backward():
     torch.testing.assert_close(*grads)
 
 
-def test_invalid_masks_raise():
-    layer, input = SyncBatchNorm(3), torch.randn(4, 3, 9)
-    mask = torch.ones(4, 1, 9, dtype=torch.bool)
-    for error, match, masks in (
-        *((ValueError, "mask: expected the size", {"mask": part}) for part in (mask[:3], mask[0], mask[:, 0, 0])),
-        (RuntimeError, "mask: expected a tensor on cpu", {"mask": mask.to("meta")}),
-    ):
-        with pytest.raises(error, match=match):
-            layer(input, **masks)
-    assert layer.num_batches_tracked == 0
-    for error, match, masks in (
-        (TypeError, "mask: expected a tensor, got list", {"mask": [True]}),
-        (RuntimeError, "pass a rule to masked, or a mask", {"mask": mask[:, 0]}),
-    ):
-        with pytest.raises(error, match=match), masked(layer, **masks):
-            layer(input)
-
-
 def test_a_model_mask_may_be_written_to_between_calls():
     layer, (input, _), mask = make_layer(3), draw((4, 3, 9)), padding(9, 5)
     with masked(layer, mask):

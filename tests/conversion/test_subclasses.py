@@ -13,7 +13,6 @@ from torch import nn
 from bagua_syncbn import SyncBatchNorm2d, convert_sync_batchnorm, register_converter, revert_sync_batchnorm
 from tests.conversion.test_models import NormalizesInPart, WithPart
 from tests.helpers.fake_packages import Mmcv
-from tests.helpers.observed import collectives
 from tests.helpers.user_layers import BatchNormAct, Centered
 
 
@@ -54,15 +53,6 @@ def test_a_filtered_part_stays_unchanged():
     torch.testing.assert_close(model(input), expected)
     assert type(model[0].part) is nn.BatchNorm2d
     assert model[0].part.num_batches_tracked == 1
-
-
-@pytest.mark.ranks(2)
-def test_a_momentum_that_changes_with_each_batch_is_no_new_call():
-    layer = convert_sync_batchnorm(BatchNormAct(3, momentum=None))
-    for _ in range(3):
-        with collectives() as sent:
-            layer(torch.randn(4, 3, 2, 2))
-    assert sent.total() == 1  # without a probe
 
 
 class InChunks(nn.BatchNorm2d):

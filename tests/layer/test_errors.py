@@ -58,6 +58,11 @@ INPUTS = [
     (TypeError, LAYER + "residual: expected torch.float32.* got torch.float16", lambda layer: layer(X, X.half())),
     (TypeError, LAYER + "residual: .* got torch.bool; pass a mask as mask=", lambda layer: layer(X, X > 0)),
     (TypeError, LAYER + "mask: expected a bool tensor", lambda layer: layer(X, mask=ONES)),
+    *(
+        (ValueError, LAYER + "mask: expected the size", lambda layer, mask=mask: layer(X, mask=mask))
+        for mask in (MASK.expand(3, 1, 3, 3), MASK[0], MASK[:, 0, 0])
+    ),
+    (RuntimeError, LAYER + "mask: expected a tensor on cpu", lambda layer: layer(X, mask=MASK.to("meta"))),
     (TypeError, LAYER + "zero_masked: expected a bool, got str", lambda layer: layer(X, zero_masked="no")),
     *(
         (TypeError, rf"{LAYER}{name}: expected a dense \(strided\) tensor, got {got}", partial(call, given))
@@ -106,6 +111,7 @@ CALLS = [
     (TypeError, "enabled: expected a bool, got NoneType", lambda layer: recompute_outputs(layer, enabled=None)),
     (TypeError, "model: expected a torch.nn.Module, got NoneType", lambda _: accumulate_statistics(None).__enter__()),
     (TypeError, "model: expected a torch.nn.Module, got NoneType", lambda _: masked(None, MASK).__enter__()),
+    (TypeError, "mask: expected a tensor, got list", lambda layer: masked(layer, [True]).__enter__()),
     (TypeError, "rule: " + NO_FUNCTION, lambda layer: masked(layer, MASK, rule="a").__enter__()),
     (TypeError, "filter: " + NO_FUNCTION, lambda layer: freeze_statistics(layer, "a")),
     (TypeError, "forward: " + NO_FUNCTION, lambda layer: recalibrate_statistics(layer, [], forward="a")),

@@ -104,18 +104,14 @@ def test_each_script_of_the_docs_runs_on_two_ranks(pool, tmp_path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_block_is_read_and_linked_files_exist(page):
+def test_every_block_is_read_and_fits_the_page_and_linked_files_exist(page):
     text, blocks = page.read_text(encoding="utf-8"), read_blocks(page)
     assert len(blocks) == text.count("```python")
     assert {block.marker for block in blocks} <= {None, TWO_RANKS, *NOT_RUN, *(PACKAGE + name for name in PACKAGES)}
     for target in LINK.findall(text):
         assert (page.parent / target).is_file(), f"{page.name} links to {target}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_code_fits_the_page(page):
-    """Wider code scrolls in the built documentation. Printed output (text) wraps."""
-    fenced = re.findall(r"^```([^\n]*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    # Wider code scrolls in the built documentation. Printed output (text) wraps.
+    fenced = re.findall(r"^```([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     shown = (source.splitlines() for language, source in fenced if not language.startswith(("text", "{")))
     assert [line for lines in shown for line in lines if len(line) > WIDTH] == []
 
