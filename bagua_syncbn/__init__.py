@@ -18,7 +18,7 @@ from ._groups import ProcessGroupLike
 from ._reliability import unsynchronized as _unsynchronized  # noqa: F401  # warns about launched jobs without a group
 from ._reliability.faults import check_ranks
 from .bagua import with_bagua
-from .communicators.sync_group import sync_group
+from .communicators.torch_engine import sync_group
 from .conversion import (
     conversion_report,
     convert_sync_batchnorm,

@@ -1,8 +1,15 @@
-"""Interface of communicators: a size, a rank and two collectives."""
+"""Interface of communicators (a size, a rank and two collectives), and the type of ``process_group`` arguments."""
 
-from typing import Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor
+
+if TYPE_CHECKING:  # some builds of torch have no torch.distributed
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from .spec import RankGroup
 
 
 @runtime_checkable
@@ -43,3 +50,21 @@ class LocalCommunicator:
 
 
 LOCAL = LocalCommunicator()
+
+
+class BaguaProcessGroup(Protocol):
+    """Protocol of ``bagua.torch_api.communication.BaguaProcessGroup``, which this package does not import."""
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Global ranks of the members."""
+
+    @property
+    def group_name(self) -> str:
+        """Name by which the members find each other."""
+
+
+_Group: TypeAlias = "ProcessGroup | DeviceMesh | BaguaProcessGroup | Communicator"
+
+ProcessGroupLike: TypeAlias = "None | int | str | Sequence[Sequence[int]] | RankGroup | _Group"
+"""Ranks that synchronize; docs/groups.md describes each kind. The only string is ``"node"``."""

@@ -1,4 +1,4 @@
-"""torch.distributed as an engine: jobs, process groups and meshes."""
+"""torch.distributed as an engine: jobs, process groups and meshes; process groups for users."""
 
 import os
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .._groups import DESTROYED, FORKED, Communicator, GroupSpec, RankGroup
+from .._groups import DESTROYED, FORKED, Communicator, GroupSpec, ProcessGroupLike, RankGroup, spec_of
 from .._groups.spec import NO_RANKS, Rule, is_in_job, world
 from .._torch.modules import is_replicated_in_place
 from .c10d import IS_AVAILABLE, is_alive
@@ -114,3 +114,35 @@ def group_before(spec: GroupSpec) -> Any:
         return dist.GroupMember.NON_GROUP_MEMBER
     described_only = spec.get_given is None and isinstance(spec.rule, RankGroup)
     return torch_group_of(spec) if described_only else spec.process_group
+
+
+def sync_group(process_group: ProcessGroupLike) -> "dist.ProcessGroup | None":
+    """Returns this rank's process group for a description, for your own messages.
+
+    The first call with a description creates up to two groups of its ranks: the returned group, and the group that
+    layers with this description use. All ranks of the job (for a mesh or a group, its members) must make this call,
+    with several descriptions in the same order.
+    Layers also create their group in their first training forward, under the same conditions.
+
+    Args:
+        process_group: any :data:`~bagua_syncbn.ProcessGroupLike` except a Communicator or a group of Bagua; None for
+            all ranks.
+
+    Returns:
+        A :class:`torch.distributed.ProcessGroup`: the default group if it has the same ranks. None, which torch takes
+        as the default group, if ``process_group`` is None or there is no job.
+
+    Raises:
+        TypeError: ``process_group`` has an unsupported type, or is a Communicator or a group of Bagua.
+        ValueError: the number is not positive or does not divide the job's ranks; the lists do not contain each rank of
+            the job exactly once; ranks have different descriptions; the group was destroyed or excludes this rank.
+        RuntimeError: a mesh has several dimensions; a rank did not arrive within the timeout.
+
+    Example::
+
+        >>> group = bagua_syncbn.sync_group(8)
+        >>> torch.distributed.all_reduce(tensor, group=group)
+    """
+    spec = spec_of(process_group)
+    spec.communicator()
+    return torch_group_of(spec)

@@ -16,7 +16,7 @@ PACKAGE = Path(bagua_syncbn.__file__).parent
 # Extras: folders that attach to the core from outside. Training over two ranks needs torch's engine in communicators.
 EXTRAS = [
     "_reliability", "_cuda", "bagua", "contrib", "data_parallel", "memory", "statistics", "vacancy", "verification",
-    "communicators.sync_group", "conversion.dry_run",
+    "conversion.dry_run",
 ]  # fmt: skip
 
 # Imports the package as a folder, without running __init__, and trains a converted layer on two forked ranks, in which
