@@ -18,6 +18,10 @@ class Options(NamedTuple):
     activation: Any = None  # an Activation once the call is checked
 
 
+DEFAULTS = {"fused_activation" if name == "activation" else name: value for name, value in Options()._asdict().items()}
+"""Default of each option, by attribute of a layer."""
+
+
 def options_of(layer: Any) -> Options:
     """Returns the options of ``layer``, not checked. Only this function reads them."""
     return Options(
@@ -27,3 +31,10 @@ def options_of(layer: Any) -> Options:
         skip_nonfinite=layer.skip_nonfinite,
         activation=layer.fused_activation,  # converted classes may have a module named activation
     )
+
+
+def unlike_torch(layer: Any) -> dict[str, Any]:
+    """Returns the options of ``layer`` that F.batch_norm lacks and that change evaluation, by attribute."""
+    others = "eps", "momentum", "skip_nonfinite"
+    pairs = zip(DEFAULTS.items(), options_of(layer), strict=True)
+    return {name: value for (name, default), value in pairs if name not in others and value != default}

@@ -17,6 +17,7 @@ from torch import nn
 from .._errors import undone_on_error
 from .._groups import EVERYONE, GroupSpec, ProcessGroupLike, spec_of
 from .._names import Origin, name_of
+from .._ops.options import DEFAULTS
 from .._step.checks import check_flag
 from .._step.layer_state import LayerState
 from .._torch.modules import forget_compiled_code
@@ -31,7 +32,7 @@ from .report import FOREIGN, conversion_report
 _Module = TypeVar("_Module", bound=nn.Module)
 
 # Attributes for options that torch's layers do not have, and their defaults.
-_DEFAULTS = {"fused_activation": None, "eps_mode": "plus", "skip_nonfinite": False}
+_DEFAULTS = {name: default for name, default in DEFAULTS.items() if name not in ("eps", "momentum")}
 
 undo_hooks: list[Callable[[nn.Module], None]] = []
 """Called with the model before revert changes classes; each undoes a change by another part of the package."""

@@ -17,7 +17,7 @@ from torch.fx import Proxy
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from .. import _ops as ops
-from .._ops.options import options_of
+from .._ops.options import options_of, unlike_torch
 from .._step.call import Call
 from .._step.hooks import hooks
 from .._torch.autograd import current_mode, unseen_by_selective_checkpointing
@@ -80,7 +80,7 @@ def _differs_from_torch(layer: SyncBatchNorm) -> bool:
     """Returns whether ``layer`` may differ from F.batch_norm in evaluation with the same running statistics."""
     if not torch.compiler.is_compiling() and hooks.are_set:  # e.g. in a checkpoint
         return True
-    return layer.eps_mode != "plus" or layer.fused_activation is not None or bool(layer._sync_state.attachments)
+    return bool(unlike_torch(layer)) or bool(layer._sync_state.attachments)
 
 
 @contextmanager

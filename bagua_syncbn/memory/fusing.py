@@ -8,6 +8,7 @@ from torch import nn
 
 from .._names import name_of
 from .._ops.activations import MODULES, activation_of
+from .._ops.options import unlike_torch
 from .._torch.modules import check_before_folding
 from .._warnings import warn
 from ..conversion.convert import undo_hooks
@@ -131,12 +132,11 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _refuse_to_fold(layer: Any) -> None:
-    """Raises ValueError if folding ``layer`` into weights would lose its activation or its ``eps_mode``."""
-    if isinstance(layer, SyncBatchNorm) and (layer.eps_mode == "clamp" or layer.fused_activation is not None):
-        has = "eps_mode='clamp'" if layer.eps_mode == "clamp" else f"the activation {layer.fused_activation}"
+    """Raises ValueError if folding ``layer`` into weights would lose an option."""
+    for name, value in unlike_torch(layer).items() if isinstance(layer, SyncBatchNorm) else ():
         raise ValueError(
-            f"bn: cannot fold {name_of(layer)} with {has}; call revert_sync_batchnorm on the model first, see "
-            '"Folding" in docs/conversion.md'
+            f"bn: cannot fold {name_of(layer)} with {name}={value!r}; call revert_sync_batchnorm on the model first, "
+            'see "Folding" in docs/conversion.md'
         )
 
 

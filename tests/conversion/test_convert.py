@@ -39,6 +39,7 @@ from bagua_syncbn import (
 )
 from bagua_syncbn.communicators import LOCAL
 from bagua_syncbn.conversion.models import is_data_parallel
+from tests.helpers.options import UNLIKE_TORCH
 from tests.helpers.user_layers import BatchNormReLU, Doubled, SyncBatchNormAct
 
 
@@ -131,7 +132,10 @@ REFUSED = [
     (revert_sync_batchnorm, partial(BecomesSlotted, 2), TypeError, "__class__ assignment"),
     (revert_sync_batchnorm, partial(LocalSubclass, 2), TypeError, "LocalSubclass, which has no local_class; set it"),
     (revert_sync_batchnorm, partial(SyncBatchNorm, 2, activation="relu"), ValueError, "has no fused_activation='relu'"),
-    (revert_sync_batchnorm, partial(SyncBatchNorm2d, 2, eps_mode="clamp"), ValueError, "Norm2d.* eps_mode='clamp'"),
+    *(
+        (revert_sync_batchnorm, partial(SyncBatchNorm2d, 2, **{name: value}), ValueError, f"Norm2d.*{name}=")
+        for name, value in UNLIKE_TORCH.items()
+    ),
 ]
 
 
