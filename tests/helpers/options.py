@@ -4,7 +4,13 @@ from typing import Any
 
 from bagua_syncbn._ops.options import Options
 
-OTHER = Options(eps=0.5, momentum=0.3, eps_mode="clamp", skip_nonfinite=True, activation=("leaky_relu", 0.2))
+OTHER = Options(
+    eps=0.5,
+    momentum=0.3,
+    eps_mode="clamp",
+    skip_nonfinite=True,
+    activation=("leaky_relu", 0.2),
+)
 """Differs from the default in every option."""
 
 UNLIKE_TORCH = {
