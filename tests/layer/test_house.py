@@ -1,71 +1,13 @@
-"""The core works without the extras, and folders depend on each other in one direction only."""
+"""Folders depend on each other in one direction only, and the core on no extra."""
 
 import ast
 import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import torch
-from torch import nn
-
 import bagua_syncbn
-from tests.helpers.steps import draw, step
-from tests.helpers.workers import run_fresh
 
 PACKAGE = Path(bagua_syncbn.__file__).parent
-# Extras: folders that attach to the core from outside. Training over two ranks needs torch's engine in communicators.
-EXTRAS = [
-    "_reliability", "_cuda", "bagua", "contrib", "data_parallel", "memory", "statistics", "vacancy", "verification",
-    "conversion.dry_run",
-]  # fmt: skip
-
-# Imports the package as a folder, without running __init__, and trains a converted layer on two forked ranks, in which
-# extras cannot be imported.
-ALONE = """
-import os, sys, types
-import torch, torch.distributed as dist
-path, store, *extras = sys.argv[1:]
-package = types.ModuleType("bagua_syncbn")
-package.__path__ = [path]
-sys.modules["bagua_syncbn"] = package
-sys.modules.update(dict.fromkeys(f"bagua_syncbn.{name}" for name in extras))
-
-def train(rank):
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    layer = convert_sync_batchnorm(torch.nn.BatchNorm1d(4, dtype=torch.float64))
-    own = slice(rank, None, 2)
-    for order in (1, 1, 2):
-        found = step(layer, draw(6, 4)[own], draw(6, 4, seed=2)[own], order=order)
-    dist.destroy_process_group()
-    return found["running_var"].tolist(), found["input.grad"].tolist()
-
-import bagua_syncbn.communicators
-from bagua_syncbn.conversion import convert_sync_batchnorm
-from tests.helpers.steps import draw, step
-for rank in range(2):
-    if os.fork() == 0:
-        sys.stdout.write(f"{rank, train(rank)}\\n")
-        sys.stdout.flush()
-        os._exit(0)
-for _ in range(2):
-    os.wait()
-"""
-
-
-def test_a_converted_layer_needs_no_extra(tmp_path):
-    for name in EXTRAS:
-        path = PACKAGE.joinpath(*name.split("."))
-        assert path.is_dir() or path.with_suffix(".py").exists()
-    done = run_fresh(ALONE, str(PACKAGE), str(tmp_path / "store"), *EXTRAS)
-    assert done.returncode == 0, done.stderr
-    found = dict(map(ast.literal_eval, done.stdout.splitlines()))
-    assert found.keys() == {0, 1}
-    layer = nn.BatchNorm1d(4, dtype=torch.float64)
-    for order in (1, 1, 2):
-        expected = step(layer, draw(6, 4), order=order)
-    for rank in range(2):
-        wanted = expected["running_var"], expected["input.grad"][rank::2]
-        torch.testing.assert_close(tuple(torch.tensor(each, dtype=torch.float64) for each in found[rank]), wanted)
 
 
 def rooms_that_import():
@@ -81,8 +23,18 @@ def rooms_that_import():
     return {room: others - {room} for room, others in imported.items()}
 
 
+# Rooms that attach to the core from outside.
+EXTRAS = {
+    "_reliability", "_cuda", "bagua", "contrib", "data_parallel", "memory", "statistics", "vacancy", "verification"
+}  # fmt: skip
 # Rooms that a room must not import, even through others.
-APART = {"_ops": {"_groups", "_step"}, "_groups": {"_ops", "_step", "communicators"}, "communicators": {"_ops"}}
+APART = {
+    "_ops": {"_groups", "_step"},
+    "_groups": {"_ops", "_step", "communicators"},
+    "communicators": {"_ops", "conversion"} | EXTRAS,
+    "sync_batchnorm": {"communicators", "conversion"} | EXTRAS,
+    "conversion": EXTRAS,
+}
 
 
 def test_no_room_imports_a_room_above_it():
