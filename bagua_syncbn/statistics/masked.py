@@ -25,8 +25,10 @@ class _ModelMask:
     mask: Tensor
     rule: MaskRule | None
     zero_masked: bool
-    # Shared by all layers with inputs of the same size, so that a mask is checked and expanded only once.
+    # Shared by all layers with inputs of the same size, so that the mask is checked and expanded only once, until it
+    # changes.
     maskings: dict[Any, Masking | None] = field(default_factory=dict)
+    version: int = 0
 
     def __call__(self, go: Callable[[Call], Tensor], call: Call) -> Tensor:
         return go(call if call.has_mask else call._replace(mask=self.masking))
@@ -36,7 +38,9 @@ class _ModelMask:
         is_plain = current_mode() == "eager" and type(input) is Tensor
         if not is_plain or torch.is_inference_mode_enabled() or self.mask.is_inference():
             return self._new_masking(input)
-        key = input.shape, input.device, self.mask._version
+        if self.version != self.mask._version:
+            self.maskings, self.version = {}, self.mask._version
+        key = input.shape, input.device
         if key not in self.maskings:
             self.maskings[key] = self._new_masking(input)
         return self.maskings[key]

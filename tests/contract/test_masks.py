@@ -121,9 +121,11 @@ def test_a_mask_may_change_before_backward():
 def test_a_model_mask_may_be_written_to_between_calls():
     layer, (input, _), mask = make_layer(3), draw((4, 3, 9)), padding(9, 5)
     with masked(layer, mask):
-        layer(input)
-        mask.fill_(True)
+        for _ in range(3):
+            layer(input)
+            mask.fill_(True)
         torch.testing.assert_close(layer(input), make_layer(3)(input))
+        assert len(layer._sync_state.attachments[0].maskings) == 1  # those of earlier masks are freed
 
 
 def in_inference_mode(function, *args):
