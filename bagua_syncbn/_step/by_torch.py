@@ -16,7 +16,8 @@ from .hooks import hooks
 from .normalize import normalize
 from .steps import Step, masking_in
 
-# Above these sizes, native kernels save more time than their five Python calls cost; see docs/benchmarks.md.
+# Native kernels need five calls from Python instead of one. Above these sizes they are faster still; see
+# docs/benchmarks.md.
 # F.batch_norm is fast for channels_last until its outputs exceed the caches.
 _WORTHWHILE_PLANAR = 2**17
 _WORTHWHILE_INTERLEAVED = 2**22
@@ -27,7 +28,7 @@ class Evaluation(Step):
 
     def __init__(self, call: Call, options: Options, key: tuple[Any, ...] | None = None) -> None:
         super().__init__(options, key=key)
-        self._casts = not _torch_takes(call)
+        self._casts = options.eps_mode == "clamp" or not _torch_takes(call)  # finish subtracts eps from wide values
 
     def prepare(self, call: Call) -> Normalization:
         mean, var, _ = call.buffers
@@ -52,7 +53,7 @@ class Evaluation(Step):
         mean, var, _ = norm.buffers
         assert var is not None
         if self.options.eps_mode == "clamp":
-            # F.batch_norm adds eps again; torch 2.10 accepts no eps of 0.
+            # Subtracts eps, because F.batch_norm adds it: in torch 2.10 its eps cannot be 0.
             var = (var.to(ops.accumulate_dtype(var.dtype)) - self.options.eps).clamp(min=0)
         if self._casts:
             dtype, tensors = ops.accumulate_dtype(call.input.dtype), (mean, var, call.weight, call.bias)

@@ -94,8 +94,9 @@ def checked_options(options: Options, uses_batch: bool) -> Options:
         check_number("momentum", momentum, "a number or None")
         if not -inf < momentum < inf:
             raise ValueError(f"momentum: expected a finite number or None, got {momentum}")
+        momentum = float(momentum)
     check_flag("skip_nonfinite", options.skip_nonfinite)
-    return options._replace(eps=eps, momentum=momentum, activation=ops.activation_of(options.activation))
+    return options._replace(eps=float(eps), momentum=momentum, activation=ops.activation_of(options.activation))
 
 
 def _number_in(value: Any) -> Any:

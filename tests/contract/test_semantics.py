@@ -1,6 +1,7 @@
 """Edge cases of layers on ranks."""
 
 from contextlib import nullcontext
+from fractions import Fraction
 
 import pytest
 import torch
@@ -14,6 +15,23 @@ from tests.helpers.steps import draw
 from tests.helpers.tolerances import assert_close
 
 pytestmark = pytest.mark.reference_too
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("eps_mode", ["plus", "clamp"])
+def test_a_half_layer_evaluates(dtype, eps_mode):
+    layer, input = SyncBatchNorm(3, eps=0.25, eps_mode=eps_mode, dtype=dtype).eval(), torch.randn(4, 3).to(dtype)
+    var = max(1.0, 0.25) if eps_mode == "clamp" else 1.25
+    assert_close(layer(input), input.double() / var**0.5, "output")
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_eps_and_momentum_may_be_any_number(training):
+    quarter, half = Fraction(1, 4), Fraction(1, 2)
+    layers = [SyncBatchNorm(3, *numbers).train(training) for numbers in ((quarter, half), (0.25, 0.5))]
+    input = torch.randn(4, 3)
+    torch.testing.assert_close(*(layer(input) for layer in layers), rtol=0, atol=0)
+    torch.testing.assert_close(*(layer.running_var for layer in layers), rtol=0, atol=0)
 
 
 def few_values(counts, momentum):
