@@ -121,7 +121,8 @@ class Engine(Protocol):
         """
 
     def communicator_of(self, rule: Rule, given: Any, creates: bool) -> Communicator | None:
-        """Returns the layers' communicator, which all its ranks create. torch has one for each ``given`` group.
+        """Returns the layers' communicator, which all its ranks create at the first use. torch has one for each
+        ``given`` group.
 
         If ``creates`` is False, returns None for a communicator that does not exist yet.
         """
@@ -155,8 +156,8 @@ class _Job(type):
 
 
 class RunningJob(metaclass=_Job):
-    """Tells compiled code which job runs: torch.compile does not trace a property of a metaclass. Before each call, it
-    compares the property's value.
+    """Tells compiled code which job runs: torch.compile does not trace a property of a metaclass. Before each call,
+    compiled code compares the property's value, and is compiled again if it differs.
     """
 
 
@@ -180,7 +181,7 @@ class GroupSpec:
         self.get_given = get_given
         # Equal for equal descriptions, for keys of steps.
         self.identity: Any = rule if get_given is None and given_communicator is None else self
-        self._communicator: Communicator | None = None  # the one of the last job, if this job has created none
+        self._communicator: Communicator | None = None  # the last one created; valid only in its job
         self._job: Callable[[], Any] = lambda: None  # the job that created it
         self._job_name = ""  # for compiled code
 
@@ -242,14 +243,14 @@ class GroupSpec:
         return self.communicator().size if torch.compiler.is_dynamo_compiling() else len(self.members() or ())
 
     def members(self) -> Ranks | None:
-        """Returns the ranks in the group, like :meth:`size`; None if a given communicator has no ``ranks``."""
+        """Returns the ranks in the group, which is created only for "node"; None if they are not known."""
         communicator, (rank, size) = self.given_communicator, rank_and_size()
         if communicator is None:
             ranks = members_by(self.rule, rank, size)
             if ranks is not None:
                 return ranks
             communicator = self.communicator()
-        return (rank,) if communicator is LOCAL else getattr(communicator, "ranks", None)
+        return (rank,) if communicator.size == 1 else getattr(communicator, "ranks", None)
 
     @property
     def given(self) -> Any:
@@ -295,20 +296,21 @@ def spec_in_file(saved: Any) -> GroupSpec:
     return spec_of(group) if group is None or isinstance(group, Communicator) else GroupSpec(_rule_of(group))
 
 
-_replacement: GroupSpec | None = None
+replacement: GroupSpec | None = None
+"""What :func:`spec_of` returns inside :func:`replaced_groups`."""
 
 
 @contextmanager
 def replaced_groups(communicator: Communicator) -> Iterator[None]:
     """Makes ``spec_of`` return ``communicator`` for all groups, in all threads. Layers keep their groups."""
-    global _replacement
+    global replacement
 
     def restore() -> None:
-        global _replacement
-        _replacement = None
+        global replacement
+        replacement = None
 
     with restored(restore):
-        _replacement = GroupSpec(given_communicator=communicator)
+        replacement = GroupSpec(given_communicator=communicator)
         yield
 
 
@@ -320,8 +322,8 @@ def spec_of(process_group: Any) -> GroupSpec:
         ValueError: this rank is not in the group, or the description is invalid or does not fit this job.
         RuntimeError: the group belongs to an engine that is not running.
     """
-    if _replacement is not None:
-        return _replacement
+    if replacement is not None:
+        return replacement
     if process_group is None:
         return EVERYONE
     if isinstance(process_group, GroupSpec):

@@ -46,6 +46,7 @@ def run(mesh, placements, group=None, parameters=None, buffers=None, samples=5, 
     input, grad_output = draw(samples, 3, 7, 2), draw(samples, 3, 7, 2, seed=1)
     expected = step(copy.deepcopy(layer), input, grad_output, order=order)
     layer.process_group = LOCAL if group == "local" else group and mesh[group]
+    layer = copy.deepcopy(layer)
     if parameters is not None:
         place(layer, mesh, parameters, buffers or parameters)
     input = distribute_tensor(input, mesh, placements)
