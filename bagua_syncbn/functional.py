@@ -11,7 +11,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from . import _ops as ops
 from ._errors import notifies_peers
 from ._groups import LOCAL, Communicator, ProcessGroupLike, spec_of
-from ._groups.spec import world
+from ._groups import spec as specs
 from ._ops.options import Options
 from ._step.by_torch import Evaluation, LocalStep
 from ._step.call import Call
@@ -40,7 +40,7 @@ compute_special: Callable[[Call], Tensor | None] = lambda call: None  # noqa: E7
 """Computes calls with inputs of special classes, such as DTensor; returns None for others. Set by ``statistics``."""
 
 first_call_checks: list[Callable[[Call], bool]] = []
-"""Checks of an eager call for which no step is kept. If one returns False, the call's step is not kept either."""
+"""Checks of a call for which no step is kept. If one returns False, the call's step is not kept either."""
 
 
 def _peers_of_call(*args: Any, **options: Any) -> tuple[Any, Any] | None:
@@ -82,8 +82,8 @@ def sync_batch_norm(
     Output, gradients and running statistics equal a single process on the concatenated batch (`Ioffe and Szegedy, 2015
     <https://arxiv.org/abs/1502.03167>`__; merge of the moments: Chan, Golub and LeVeque, 1983). The gradients of
     ``weight`` and ``bias`` are this rank's share of the sum over ranks. Forward does one all-gather (from 32 ranks on,
-    one all-reduce) and, if ``input`` requires a gradient, backward one all-reduce; all ranks of the group must make the
-    call. Batch sizes may differ between ranks, and may be 0.
+    except for float64, one all-reduce) and, if ``input`` requires a gradient, backward one all-reduce; all ranks of the
+    group must make the call. Batch sizes may differ between ranks, and may be 0.
 
     With ``training=False``, the result equals :func:`torch.nn.functional.batch_norm` with the running statistics. No
     rank communicates.
@@ -192,7 +192,8 @@ _MOST_STEPS = 256
 def step_of(call: Call) -> Step:
     """Returns the kept step that fits ``call``, or else checks the call and chooses a step.
 
-    The key contains everything that affects checks and the choice, except for values.
+    The key contains what checks and the choice depend on, except for values and masks. The layer's options and tensors
+    may change in any way between calls, so they are compared in each call.
 
     Raises:
         TypeError, ValueError, RuntimeError: a tensor or an option is wrong, see :func:`sync_batch_norm`.
@@ -200,7 +201,7 @@ def step_of(call: Call) -> Step:
     input, weight, bias, residual, (mean, var, batches), options, uses_batch, group, layer, mode, _, accumulate = call
     if mode != "eager":
         return _choose(call)
-    job, members = (None, None) if group is None else (world(), group.identity)
+    job, members = (None, None) if group is None else (specs.world(), group.identity)
     try:
         state: LayerState = (
             _NO_LAYER
@@ -209,7 +210,9 @@ def step_of(call: Call) -> Step:
         )
         key = (
             (group is None, input.shape[1]),
-            options, uses_batch, members, job is None, accumulate is None, mean is var,
+            options, uses_batch, members, specs.replacement,
+            None if job is None else ref(job),  # after the job's end, it equals no reference to another
+            accumulate is None, mean is var,
             layer.__class__, getattr(layer, "momentum", 0), state.origin,
             input.__class__, input.dtype, input.device, input.layout,
             residual is None
@@ -221,7 +224,7 @@ def step_of(call: Call) -> Step:
             batches is None or (batches.__class__, batches.dtype, batches.device, batches.shape),
         )  # fmt: skip
         step = state.steps.get(key[0])
-        if step is not None and step.key == key and (step.job and step.job()) is job:
+        if step is not None and step.key == key:
             return step
     except (AttributeError, IndexError, RuntimeError, ValueError):  # an invalid tensor, or an option that is an array
         return _choose(call)
@@ -229,7 +232,6 @@ def step_of(call: Call) -> Step:
     if step.key is not None:
         if len(state.steps) >= _MOST_STEPS:
             state.steps.clear()
-        step.job = None if job is None else ref(job)
         state.steps[key[0]] = step
     return step
 

@@ -85,7 +85,7 @@ class Normalization:
     number: int = 0
     """Number of the forward's message in the group, see :meth:`.Exchange.open`."""
     buffers: ops.Buffers = ops.NO_BUFFERS
-    """Running statistics for F.batch_norm."""
+    """Buffers of F.batch_norm: those of the call, or in a repetition copies without a counter."""
 
     def for_repetition(self) -> Normalization:
         """Returns the normalization for a repetition of the call: F.batch_norm then does not update the buffers."""
@@ -95,7 +95,7 @@ class Normalization:
         return replace(self, buffers=(mean.clone(), var.clone(), None))
 
 
-def apply_epilogue(output: Tensor, residual: Tensor | None, options: Options, masking: Masking | None = None) -> Tensor:
+def apply_epilogue(output: Tensor, residual: Tensor | None, options: Options, masking: Masking | None) -> Tensor:
     """Returns ``output`` with residual, activation and mask applied by torch operations."""
     if residual is not None:
         residual = residual if masking is None else masking.clear_outputs(residual)

@@ -66,7 +66,7 @@ class _Normalize(torch.autograd.Function):
             recomputed = (None, None) if activation is None else (bias, residual)
             ctx.save_for_backward(input, weight, *recomputed, mean, invstd, count)
         epilogue = () if activation is None and residual is None else epilogue_args(activation, residual)
-        elemt = ops.reference.batch_norm_elemt if norm.step.is_traced else ops.batch_norm_elemt
+        elemt = ops.reference.batch_norm_elemt if norm.step.is_compiled else ops.batch_norm_elemt
         output: Tensor = elemt(input, weight, bias, mean, invstd, *epilogue)
         # Not in place: a selective checkpoint may have saved the op's output.
         return output if norm.masking is None else norm.masking.clear_outputs(output)
@@ -79,7 +79,7 @@ class _Normalize(torch.autograd.Function):
         try:
             # create_graph=True; torch.func and forward mode; is_grads_batched=True
             if torch.is_grad_enabled() or (
-                not step.is_traced and (has_transforms() or level_of_duals() >= 0 or is_batched(grad_output))
+                not step.is_compiled and (has_transforms() or level_of_duals() >= 0 or is_batched(grad_output))
             ):
                 statistics, row = (mean, invstd, count), (input, weight, bias, residual)
                 compute_one = partial(differentiable_batch_norm, norm=norm, gather=lambda _: statistics)
@@ -90,7 +90,7 @@ class _Normalize(torch.autograd.Function):
                 # No gradient passes through the zeros, even if input or residual hold NaN there.
                 grad_output, input = masking.clear(grad_output), masking.clear(input)
                 residual = None if residual is None else masking.clear(residual)
-            if not step.is_traced and grad_output.stride() != input.stride():
+            if not step.is_compiled and grad_output.stride() != input.stride():
                 grad_output = ops.laid_out_as(input, grad_output)
             grad, reduce_args, elemt_args = (
                 (grad_output, (), {})
@@ -138,7 +138,7 @@ def _input_gradient(
     """Returns the gradient of the input, given the sums over ranks."""
     if step.options.eps_mode != "plus":
         ops.clear_clamped(received.message, invstd, step.options)
-    elemt = ops.reference.batch_norm_backward_elemt if step.is_traced else ops.batch_norm_backward_elemt
+    elemt = ops.reference.batch_norm_backward_elemt if step.is_compiled else ops.batch_norm_backward_elemt
     return elemt(grad, input, weight, mean, invstd, received.message, count, *received[1:], **elemt_args)
 
 

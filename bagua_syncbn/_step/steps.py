@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -21,14 +20,12 @@ from .normalize import normalize, normalize_in_graph
 class Step:
     """One way to compute a call, with everything decided that does not depend on values.
 
-    :meth:`prepare` may communicate and update buffers. :meth:`finish` does not, so checkpoints repeat only this method.
+    :meth:`prepare` gets the statistics, :meth:`finish` the output. Checkpoints repeat only ``finish``, which then
+    neither communicates nor updates buffers, see :meth:`.Normalization.for_repetition`.
     """
 
-    is_traced = False
+    is_compiled = False
     """Whether torch.compile traces the call. It can fuse the plain definitions of the ops with the code around them."""
-
-    job: Callable[[], Any] | None = None
-    """Returns the job of the calls for which the step is kept; None without a job."""
 
     def __init__(self, options: Options, exchange: Exchange | None = None, key: tuple[Any, ...] | None = None) -> None:
         self.options = options
@@ -65,7 +62,7 @@ class RankStep(Step):
         # Arguments that are not passed cost nothing.
         extra = () if masking is None and not exchange.summed else (masking and masking.positions, exchange.summed)
         row = ops.batch_norm_stats(call.input, identity, number, *extra)
-        merge = call.accumulate or (ops.merge_in_graph if self.is_traced else ops.merge_stats)
+        merge = call.accumulate or (ops.merge_in_graph if self.is_compiled else ops.merge_stats)
         statistics = exchange.share(row, "forward", number, merge, call.buffers, self.options)
         return Normalization(self, call.layer, masking, statistics, number)
 
@@ -73,7 +70,7 @@ class RankStep(Step):
 class CompiledStep(RankStep):
     """Training in a graph of torch.compile."""
 
-    is_traced = True
+    is_compiled = True
 
     def __init__(self, options: Options, exchange: Exchange, key: tuple[Any, ...] | None = None) -> None:
         # Leaves activation and residual to the compiler, which decides what to fuse and recompute.

@@ -62,8 +62,7 @@ class Comparison:
         def run() -> Step:
             model = self._copied()
             for layer in list(model.modules()):
-                stays_in_process = isinstance(layer, SyncBatchNorm) and layer.process_group is LOCAL
-                if isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)) and not stays_in_process:
+                if isinstance(layer, nn.SyncBatchNorm):
                     convert_sync_batchnorm(layer, communicator)
             with replaced_groups(communicator):
                 return _run(model, _in_float64(batch, self.batch), self.loss)

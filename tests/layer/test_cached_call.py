@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 
 import bagua_syncbn
 from bagua_syncbn import SyncBatchNorm, SyncBatchNorm1d, functional
+from bagua_syncbn._groups import replaced_groups
 from bagua_syncbn.communicators import LOCAL
 from tests.helpers.cases import WAYS, within
 from tests.helpers.fake_packages import DynamicBatchNorm
@@ -269,6 +270,11 @@ def in_way(way):
     return lambda layer, input: way(layer)(input)
 
 
+def with_replaced_groups(layer, input):
+    with replaced_groups(LOCAL):  # as verify_synchronization does; the layer may be outside of the model
+        return layer(input)
+
+
 AROUND = {
     "checkpoint": in_way(WAYS["checkpointed"]),
     "torch.func": lambda layer, input: torch.func.jvp(layer, (input,), (torch.ones_like(input),))[1],
@@ -278,6 +284,7 @@ AROUND = {
     "jit.trace": lambda layer, input: torch.jit.trace(layer, input)(input),
     "input that an ended torch.func transform left wrapped": left_over_from_grad,
     "fake tensors": after_fake_tensors,
+    "replaced groups": with_replaced_groups,
     "accumulated": in_way(WAYS["accumulated"]),
     "masked": in_way(within(lambda layer: bagua_syncbn.masked(layer, MASK))),
     "a mask": lambda layer, input: layer(input, mask=MASK),
