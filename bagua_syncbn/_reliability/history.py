@@ -28,7 +28,9 @@ class Place:
 
 
 class History:
-    """Messages of a group, and predictions that are equal on all ranks. A step starts at a forward after a backward."""
+    """Messages of a group, and predictions that are equal on all ranks. An iteration starts at a forward after a
+    backward.
+    """
 
     most = 2**14  # maximum number of links; all ranks forget them at the same message
 
@@ -46,7 +48,7 @@ class History:
         self._records: dict[str, FaultRecord] = {}  # by type of device
         self.place = self._start = Place()
         self._links = 0
-        # By identity of a message: the message that last broke a prediction after it.
+        # By identity of a message: the last message after it that was not predicted.
         self._followed: dict[int | None, Signature] = {}
         self._numbers = WeakIdKeyDictionary()
         self._owners: Counter[str] = Counter()
@@ -57,7 +59,7 @@ class History:
         return self.messages % (ops.WORD - 1) + 1
 
     def expected(self) -> Signature | None:
-        """Predicts the next message from the messages of this step, or else from the last message."""
+        """Predicts the next message from the messages of this iteration, or else from the last message."""
         return self.place.predicted or self._followed.get(self.place.identity)
 
     def learn(self, signature: Signature) -> None:

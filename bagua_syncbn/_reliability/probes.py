@@ -39,7 +39,7 @@ class Probe:
         self._packed = packed.to(device)
 
     def send(self) -> list[list[float]] | None:
-        """Sends the probe and waits. Returns None if all ranks sent this header, else :meth:`_headers_in`."""
+        """Sends the probe and waits. Returns None if all ranks sent this header, else their headers (none for sums)."""
         collective = self._communicator.all_reduce if self._summed else self._communicator.all_gather
         return self._headers_in(collective(self._packed))
 
@@ -98,12 +98,6 @@ def report_error(process_group: Any, layer: Any, error: Exception) -> None:
 
 
 _errors.notify_peers = report_error
-
-
-def leave(communicator: Communicator, what: str, error: BaseException) -> None:
-    """Makes waiting ranks raise, because ``error`` interrupted this rank's message; this rank sends no more."""
-    if isinstance(communicator, TorchCommunicator):
-        communicator.leave(f"rank {communicator.rank} has left the group: {type(error).__name__} in the {what}")
 
 
 def resume(history: History) -> None:

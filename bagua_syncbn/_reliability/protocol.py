@@ -31,7 +31,7 @@ from ..communicators.c10d import failed
 from . import faults
 from .faults import FaultRecord, describe, differ_text
 from .history import History, history_in
-from .probes import Probe, decode, encode, leave, resume
+from .probes import Probe, decode, encode, resume
 from .signatures import Signature, exact_bits, is_summed, shared_options, signature_of
 from .watch import watch
 
@@ -64,8 +64,8 @@ class RankExchange(Exchange):
     def share(self, packed: Tensor, which: Pass, number: int, read: Callable[..., _Result], *args: Any) -> _Result:
         """Sends a message after making sure that all ranks send the same kind of message.
 
-        ``history.sending`` is set from the message until ``read`` has compared the headers. If an exception comes
-        between, it is unknown which message peers expect next, so the group has failed.
+        ``history.sending`` is set from the message until ``read`` has compared the headers. After an exception in
+        between, no rank knows which message its peers expect next: the group has failed.
         """
         history, record, communicator = self._history, self._record, self.communicator
         signature: Signature = getattr(self._signature, which)
@@ -118,13 +118,8 @@ class RankExchange(Exchange):
             raise
 
     def total(self, values: Tensor, number: int) -> Tensor:
-        def read(received: Received) -> Tensor:
-            total, differ = separated(received.message, self.communicator.size)
-            record_sums(received.fault, differ, received.number)
-            return total.where(~differ, torch.nan)
-
         packed = with_header(values, self.fingerprint(number, "derivative"))
-        return self.share(packed, "derivative", number, read)
+        return self.share(packed, "derivative", number, total_in)
 
     def _fail(self, signature: Signature, number: int, error: BaseException) -> None:
         """Ends the group, because ``error`` ended this message. Raises RuntimeErrors again, with the message's name."""
@@ -141,7 +136,9 @@ class RankExchange(Exchange):
 
     def _end_group(self, failure: str, error: BaseException) -> None:
         self._history.failure = failure
-        leave(self.communicator, failure, error)
+        if isinstance(self.communicator, TorchCommunicator):  # waiting ranks raise
+            why = f"{type(error).__name__} in the {failure}"
+            self.communicator.leave(f"rank {self.communicator.rank} has left the group: {why}")
 
     def _raise_fault(self, signature: Signature, number: int, message: Tensor) -> NoReturn:
         """Raises RuntimeError for the fault that an op has recorded in reading ``message``."""
@@ -213,7 +210,7 @@ class CompiledExchange(Exchange):
         return self._fingerprint
 
     def total(self, values: Tensor, number: int) -> Tensor:
-        return recorded_total(values, self.communicator, self._fingerprint)
+        return self.share(with_header(values, self._fingerprint), "derivative", number, total_in)
 
 
 def check_compiled(message: Tensor, communicator: shared_memory.SharedCommunicator, sums: bool) -> None:
@@ -240,15 +237,11 @@ def with_header(values: Tensor, fingerprint: int) -> Tensor:
     return torch.cat([values, values.new_tensor(ops.header_sums_of(fingerprint))])
 
 
-def separated(message: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
-    """Returns the sum of values in a sum of messages, and whether the ``ranks`` had different fingerprints."""
-    total, header_sums = message.tensor_split([-ops.HEADER_SUMS_SIZE])
-    return total, headers_differ(header_sums, ranks)
-
-
-def recorded_total(values: Tensor, communicator: Communicator, fingerprint: int) -> Tensor:
-    """Returns the sum of ``values`` (n) over ranks, in a recorded graph; NaN if ranks have different fingerprints."""
-    total, differ = separated(communicator.all_reduce(with_header(values, fingerprint)), communicator.size)
+def total_in(received: Received) -> Tensor:
+    """Returns the sum of values in a sum of messages :func:`with_header`; NaN if ranks have different fingerprints."""
+    total, header_sums = received.message.tensor_split([-ops.HEADER_SUMS_SIZE])
+    differ = headers_differ(header_sums, received.summed_over)
+    record_sums(received.fault, differ, received.number)
     return total.where(~differ, torch.nan)
 
 

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from .. import _ops as ops
 from .._errors import notifies_peers
 from .._groups import LOCAL, Communicator, GroupSpec, ProcessGroupLike, spec_of
+from .._ops import Received
 from .._reliability.faults import differ_text
 from .._reliability.history import history_in
-from .._reliability.protocol import RankExchange, recorded_total
+from .._reliability.protocol import RankExchange, total_in, with_header
 from .._reliability.signatures import Signature, exact_bits, word_of
 from .._reliability.unsynchronized import warn_at_launch
 from .._step.checks import check_is_tensor, check_number, check_tracer, is_distributed
@@ -155,7 +156,7 @@ def sum_over_ranks(
     check_tracer(communicator, packed)
     if is_recorded():  # compared only on the device, like the sums of compiled layers
         fingerprint = word_of(f"{what} ({details})") & exact_bits(communicator.size)
-        return recorded_total(packed, communicator, fingerprint)
+        return total_in(Received(communicator.all_reduce(with_header(packed, fingerprint)), communicator.size))
     history = history_in(communicator)
     if module is not None:
         what = f"{what} of {type(module).__name__}"
