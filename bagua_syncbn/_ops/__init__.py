@@ -27,7 +27,7 @@ describes messages.
 ``activation`` is an index in ``activations.py``; 0 means no activation. ``mask``, a contiguous bool (N, \*), holds the
 valid positions of all channels. The statistics ignore invalid positions. At invalid positions,
 ``batch_norm_backward_elemt`` (without an activation) returns ``grad_output * invstd * weight``. Rare arguments are
-last, because each argument that is passed takes half a microsecond.
+last, because arguments that are not passed take no time.
 
 ``fault`` is an int64 tensor (8) in host memory, pinned for devices. The first fault stays until the host clears it:
 
@@ -35,7 +35,7 @@ last, because each argument that is passed takes half a microsecond.
 ``[0, ...]``              none
 ``[1, rank, a, b]``       the header of ``rank`` (b, 3 values) differs from that of rank 0 (a, 3 values)
 ``[2, rank, a, b]``       the count of ``rank`` is not an integer from 0 to ``2**53``
-``[3, number, ...]``      headers differ in the sum that the op with this ``number`` read
+``[3, number, ...]``      headers differ, or the count is invalid, in the sum that the op with this ``number`` read
 ========================  =============================================================================================
 """
 

@@ -51,5 +51,5 @@ class Exchange:
         return read(Received(self.communicator.all_reduce(packed), self.communicator.size), *args)
 
     def total(self, values: Tensor, number: int) -> Tensor:
-        """Returns the sum over ranks of ``values`` (n), for derivatives of any order of the forward ``number``."""
+        """Returns the sum over ranks of ``values`` (n). ``number`` is that of the forward whose derivative this is."""
         return self.communicator.all_reduce(values)

@@ -42,8 +42,8 @@ class Repeatable:
 
     Raises:
         RuntimeError: the object is reused for another forward pass. A later run is a repetition only if it is in a
-            backward pass, or enables gradients that the first run disabled. Also raised if an outer region is repeated
-            with the same inner object instead of a new one.
+            backward pass, or enables gradients that the first run disabled. Also raised if a repetition of an outer
+            region enters the inner object of its first run: create inner objects inside the outer region.
 
     Example::
 
@@ -107,11 +107,11 @@ class _Run:
 
     outer: _Run | None
     owner: ref[Any]
-    """Lives until the run ends, even if Ctrl-C interrupts the end. A run keeps nothing alive."""
+    """An object that is freed when the run ends, even if Ctrl-C interrupts the end. Weak: a run keeps nothing alive."""
     repeated: ref[Repeatable] | None = None
     """Innermost region that this run repeats."""
     recording: tuple[ref[Repeatable], ...] = ()
-    """Regions inside ``repeated`` in a first run, outermost first."""
+    """Regions in their first run, outermost first. They are inside ``repeated``."""
     counts: Counter[nn.Module | None] = field(default_factory=Counter)
     """Number of repeated calls of each layer."""
     in_backward: bool = field(default_factory=is_in_backward)
