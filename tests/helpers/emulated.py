@@ -11,11 +11,9 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import torch
 
@@ -81,24 +79,12 @@ def _compile(flags: list[str], headers: Path, folder: Path) -> Path:
     return library
 
 
-class Library(NamedTuple):
-    """The loaded library.
+def load_library(path: Path) -> SimpleNamespace:
+    """Returns the loaded library.
 
-    Attributes:
-        ops: torch.ops.bagua_syncbn_emulated, by name.
-        native: all functions of the library.
-        launches: returns the names of the kernels launched since its last call, followed by " in parts" if several
-            blocks share a channel.
-        definitions: keeps the ops alive.
+    ``ops`` has torch.ops.bagua_syncbn_emulated by name, ``native`` all functions. ``launches()`` returns the names of
+    the kernels launched since its last call, followed by " in parts" if several blocks share a channel.
     """
-
-    ops: SimpleNamespace
-    native: ctypes.CDLL
-    launches: Callable[[], list[str]]
-    definitions: torch.library.Library
-
-
-def load_library(path: Path) -> Library:
     definitions = torch.library.Library("bagua_syncbn_emulated", "DEF")
     for schema in SCHEMAS.values():
         definitions.define(schema)
@@ -112,4 +98,4 @@ def load_library(path: Path) -> Library:
         names = [re.sub(r".*kKernel\)[^=]*= ([^;]*);.*\]", r"\1", line) for line in lines]
         return [re.sub(r"bagua_syncbn::cuda::|{anonymous}::|\(anonymous namespace\)::", "", name) for name in names]
 
-    return Library(ops, library, launches, definitions)
+    return SimpleNamespace(ops=ops, native=library, launches=launches, kept=definitions)
