@@ -30,7 +30,8 @@ def cases(way, splits, evaluates=True, checkpoint=""):
         if not ("masks" in options and way == "replicas"):
             # An additional step if the last training step has an infinite value.
             steps = 2 + evaluates + (name == "skip_nonfinite")
-            residual = "activation" in name and way not in CLASSES
+            # Outputs with a residual are not recomputed.
+            residual = "activation" in name and way not in (*CLASSES, "recomputed")
             given = {"way": way, "evaluates": evaluates, "steps": steps, "residual": residual, "checkpoint": checkpoint}
             yield Case(splits, (3, 2, 5), torch.float64, **given, **options)
 

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -252,11 +253,13 @@ def run_rank(case: Case, process_group: Any = None, rank: int | None = None) -> 
             if case.zero_masked:
                 tensors = [tensor.masked_fill(~mask, torch.nan) for tensor in tensors]
         leaves = leaves_of(case, tensors)
-        output = call(leaves["input"], leaves.get("residual"), mask)
+        with bagua_syncbn.recompute_outputs() if case.way == "recomputed" else nullcontext():
+            output = call(leaves["input"], leaves.get("residual"), mask)
+            loss = (output * leaves["grad_output"]).sum()  # saves the output
         assert output.dtype == case.dtype
         if case.layout not in ("transposed", "sliced") and output.numel():  # F.batch_norm makes them contiguous
             assert output.stride() == leaves["input"].stride()
-        loss, wanted = (output * leaves["grad_output"]).sum(), leaves | dict(layer.named_parameters())
+        wanted = leaves | dict(layer.named_parameters())
         steps.append({"output": output.detach()} | derivatives(loss, [wanted], rank, case.order)[0])
     return {"steps": steps, "buffers": dict(layer.named_buffers())}
 
