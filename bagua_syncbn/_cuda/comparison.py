@@ -11,7 +11,7 @@ from .._ops import HEADER_SUMS_SIZE, accumulate_dtype, reduced_dims, reference
 from .._ops.moments import Moments
 from .._torch.autograd import outside_of_modes
 from .._torch.modules import pytree
-from .exercise import Call, Exercise
+from .exercise import Exercise, OpCall
 
 # Tolerance for rounding to the accumulate dtype, relative to the largest value of a channel.
 _ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -56,7 +56,7 @@ def find_difference(native: Any, device: torch.device, dtype: torch.dtype) -> st
     return None
 
 
-def _outcome(ops: Any, call: Call) -> list[Tensor]:
+def _outcome(ops: Any, call: OpCall) -> list[Tensor]:
     """Runs a call. Returns the results, followed by the tensors that the call writes to."""
     made = getattr(ops, call.op)(*call.arguments, **call.options)
     results = [made] if isinstance(made, Tensor) else [*made]

@@ -21,7 +21,7 @@ _FINGERPRINT = 511 + 509 * 2**12 + 505 * 2**24
 _LARGE = 2**32  # factor of counts and of their sums
 
 
-class Call(NamedTuple):
+class OpCall(NamedTuple):
     """A call of an op. ``written``: arguments that the op writes to, which no later call uses."""
 
     op: str
@@ -82,7 +82,7 @@ class Exercise:
         # A permutation of 0 to 2**16, repeated. The division is in float64, which rounds equally on all devices.
         self._noise = (torch.arange(7 * _PRIME, device=device) ** 3 % _PRIME).double() / _PRIME
 
-    def calls(self) -> Iterator[Call]:
+    def calls(self) -> Iterator[OpCall]:
         smallest = torch.finfo(self.dtype).smallest_normal
         inputs = _inputs(16 // self.dtype.itemsize, smallest)
         activated = sum(not given.is_plain for given in inputs)
@@ -92,11 +92,11 @@ class Exercise:
         empty, ones = self._of(torch.empty(0, _CHANNELS, device=self.device), self.dtype), self._full(_CHANNELS)
         nan = torch.full_like(ones, torch.nan, dtype=self.dtype).unsqueeze(0)
         for code in range(1, 1 + len(ACTIVATIONS)):
-            yield Call("batch_norm_elemt", (nan, None, None, ones, ones, None, code, 0.3))
-        yield Call("batch_norm_stats", (empty, _IDENTITY, _NUMBER))
-        yield Call("batch_norm_backward_reduce", (empty, empty, ones, ones, None, _FINGERPRINT))
+            yield OpCall("batch_norm_elemt", (nan, None, None, ones, ones, None, code, 0.3))
+        yield OpCall("batch_norm_stats", (empty, _IDENTITY, _NUMBER))
+        yield OpCall("batch_norm_backward_reduce", (empty, empty, ones, ones, None, _FINGERPRINT))
 
-    def _on_input(self, number: int, given: _Input, numbers: range) -> Iterator[Call]:
+    def _on_input(self, number: int, given: _Input, numbers: range) -> Iterator[OpCall]:
         shape, channels = given.shape, given.shape[1]
         channel = torch.arange(channels, device=self.device).double()
         deviation = 0.25 * 2 ** (channel % 5)
@@ -108,9 +108,9 @@ class Exercise:
         mean, invstd = self._of((center - 2.1 * deviation) * given.unit), self._of(3.3 / deviation)
         if given.is_plain:
             x[-1, 1] = torch.nan
-            yield Call("batch_norm_stats", (x, _IDENTITY, _NUMBER))
-            yield Call("batch_norm_elemt", (x, None, None, mean, invstd))
-            yield Call("batch_norm_backward_reduce", (dy, x, mean, invstd, None))
+            yield OpCall("batch_norm_stats", (x, _IDENTITY, _NUMBER))
+            yield OpCall("batch_norm_elemt", (x, None, None, mean, invstd))
+            yield OpCall("batch_norm_backward_reduce", (dy, x, mean, invstd, None))
             return
         # Activations get values from -15 to 15, beyond their kinks and the range in which they change.
         other = given._replace(offset=given.offset + (number == 5))
@@ -127,26 +127,26 @@ class Exercise:
 
         masked = self._placed(x.masked_fill(~mask.unsqueeze(1), torch.nan), given)
         for values, positions in ((x, None), (masked, mask)):
-            yield Call("batch_norm_stats", (values, _IDENTITY, _NUMBER, positions))
+            yield OpCall("batch_norm_stats", (values, _IDENTITY, _NUMBER, positions))
             if self.dtype != torch.float64 and number % 3 == 0:
-                yield Call("batch_norm_stats", (values, _FINGERPRINT, 0, positions, True))
+                yield OpCall("batch_norm_stats", (values, _FINGERPRINT, 0, positions, True))
         for epilogue in ((), *((residual, *each) for each in activations[0]), *[(residual,)] * (number % 4 == 0)):
-            yield Call("batch_norm_elemt", (x, weight, bias, mean, invstd, *epilogue))
+            yield OpCall("batch_norm_elemt", (x, weight, bias, mean, invstd, *epilogue))
         reduced = dy, x, mean, invstd, weight
-        yield Call("batch_norm_backward_reduce", reduced)
+        yield OpCall("batch_norm_backward_reduce", reduced)
         for each in activations[1]:
             arguments = *reduced, _FINGERPRINT, bias, residual, *each, grad
-            yield Call("batch_norm_backward_reduce", arguments, (grad,))
+            yield OpCall("batch_norm_backward_reduce", arguments, (grad,))
         totals = torch.cat([600 + channel, (30 + channel) * deviation]) * _LARGE
         sums, wrong = (self._of(torch.cat([totals, self._header(differing)])) for differing in (None, number % 3))
         factors, count = (dy, x, weight, mean, invstd), torch.full((), 1000 * _LARGE, device=self.device)
         record = self._record(3 if number == 1 else 0)
-        yield Call("batch_norm_backward_elemt", (*factors, wrong, count, _RANKS, record, 4 + number), (record,))
+        yield OpCall("batch_norm_backward_elemt", (*factors, wrong, count, _RANKS, record, 4 + number), (record,))
         for options in ((mask,), *((None, bias, *each) for each in activations[2])):
-            yield Call("batch_norm_backward_elemt", (*factors, sums, count, _RANKS, None, 0, *options))
-        yield Call("batch_norm_backward_elemt", (*factors, sums, count, _RANKS), (dy,), {"grad_input": dy})
+            yield OpCall("batch_norm_backward_elemt", (*factors, sums, count, _RANKS, None, 0, *options))
+        yield OpCall("batch_norm_backward_elemt", (*factors, sums, count, _RANKS), (dy,), {"grad_input": dy})
 
-    def _merging_ranks(self) -> Iterator[Call]:
+    def _merging_ranks(self) -> Iterator[OpCall]:
         moments = self._some(_RANKS, 2 * _CHANNELS) + 1
         # Few ranks with few values: biased and unbiased variance differ clearly.
         counts = (self._some(_RANKS, 1, skip=7) * 9).floor() * (self._some(_RANKS, 1, skip=77) < 0.3)
@@ -193,11 +193,11 @@ class Exercise:
             values = torch.cat([average, square, self._full(1)]).double() * count
             yield self._merge(torch.cat([values, self._header(differing)]), None, differing is not None)
 
-    def _merge(self, gathered: Tensor, momentum: float | None, skips: bool) -> Call:
+    def _merge(self, gathered: Tensor, momentum: float | None, skips: bool) -> OpCall:
         mean, var = self._of(self._some(2, _CHANNELS, skip=99) + 0.5, self.dtype).unbind()
         buffers, record = (mean.clone(), var.clone(), torch.full((), 3, device=self.device)), self._record()
         arguments = gathered, *buffers, momentum, 0.5, record, skips, _RANKS, _NUMBER
-        return Call("batch_norm_gather_stats", arguments, (*buffers, record))
+        return OpCall("batch_norm_gather_stats", arguments, (*buffers, record))
 
     def _header(self, differing: int | None) -> Tensor:
         """Returns the header sums of all ranks. One rank's part number ``differing`` is smaller by 1."""

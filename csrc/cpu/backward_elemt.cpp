@@ -18,16 +18,16 @@ void backward_elemt(const void* grads, const void* input, void* grad_input, DTyp
     const bool same = sums_headers_agree(sum_dy + 2 * g.channels, arguments.header_size, arguments.ranks);
     if (!same) record_fault<A>(arguments.fault, {Fault::kSum, arguments.message_number}, nullptr, 0, 0);
     const double inverse = same ? 1.0 / *arguments.count : std::numeric_limits<double>::quiet_NaN();
-    const Normalization<A> normalization(arguments.factors, g.channels, epilogue.parameter);
+    const ChannelFactors<A> channel(arguments.factors, g.channels, epilogue.parameter);
     std::vector<A> mean_dy(g.channels), projections(g.channels);
     for (int64_t c = 0; c < g.channels; ++c) {
-      const A inverse_std = normalization.invstd[c];
+      const A inverse_std = channel.invstd[c];
       mean_dy[c] = static_cast<A>(sum_dy[c] * inverse);
       projections[c] = static_cast<A>(sum_dy_xmu[c] * inverse * inverse_std * inverse_std);
     }
     const T *dy = static_cast<const T*>(grads), *x = static_cast<const T*>(input);
     T* dx = static_cast<T*>(grad_input);
-    const GradientFactors<A> factors{normalization.factors(streams(dx, g)), mean_dy.data(), projections.data()};
+    const GradientFactors<A> factors{channel.factors(streams(dx, g)), mean_dy.data(), projections.data()};
     const auto gradient = loops<T>().activated[epilogue.activation].gradient[g.interleaved];
     for_each_stretch(g, mask, [&](int64_t o, Rows rows, const uint8_t* valid) {
       gradient(dy + o, x + o, dx + o, valid, rows, factors);

@@ -46,10 +46,10 @@ void backward_reduce(const void* dy, const void* x, void* grad, DType dtype, con
   dispatch(dtype, [&](auto zero) {
     using T = decltype(zero);
     using A = Accumulate<T>;
-    const Normalization<A> normalization(arguments.factors, g.channels, epilogue.parameter);
+    const ChannelFactors<A> channel(arguments.factors, g.channels, epilogue.parameter);
     const Gradients<T> gradients{static_cast<const T*>(dy), static_cast<const T*>(x),
                                  static_cast<const T*>(epilogue.residual), static_cast<T*>(grad),
-                                 normalization.factors(false)};
+                                 channel.factors(false)};
     if (grad != nullptr && epilogue.activation == 0) std::memcpy(grad, dy, g.rows() * g.channels * sizeof(T));
     const ActivatedLoops<T>& activated = loops<T>().activated[epilogue.activation];
     std::vector<double> totals(width);  // zeros for an empty input
@@ -58,7 +58,7 @@ void backward_reduce(const void* dy, const void* x, void* grad, DType dtype, con
     for (int64_t c = 0; c < width; ++c) sums[c] = static_cast<A>(totals[c]);
     pack_header(sums + width, arguments.header);
     write_channels(arguments.grad_weight, g.channels,
-                   [&](int64_t c, double) { return normalization.invstd[c] * static_cast<A>(totals[g.channels + c]); });
+                   [&](int64_t c, double) { return channel.invstd[c] * static_cast<A>(totals[g.channels + c]); });
     write_channels(arguments.grad_bias, g.channels, [&](int64_t c, double) { return totals[c]; });
   });
 }

@@ -60,9 +60,9 @@ void write_channels(const MutablePerChannel& tensor, int64_t count, const Value&
 
 // Factors of (x - mean) * invstd * weight + bias, and the activation's parameter.
 template <typename A>
-class Normalization {
+class ChannelFactors {
  public:
-  Normalization(const Factors& factors, int64_t channels, double parameter)
+  ChannelFactors(const Factors& factors, int64_t channels, double parameter)
       : invstd(factors.invstd, channels),
         means_(factors.mean, channels),
         shifts_(factors.bias, channels),

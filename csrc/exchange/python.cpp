@@ -71,9 +71,9 @@ PyObject* collect_message(Handle& handle, PyObject* target) {
 // map_segment(name, ranks, seconds, spins, rank, place) returns the segment and its place. Only peers of rank 0 pass a
 // place.
 PyObject* map_segment(PyObject* const* arguments) {
-  const Options options{PyFloat_AsDouble(arguments[2]), arguments[3] == Py_True};
+  const Waiting waiting{PyFloat_AsDouble(arguments[2]), arguments[3] == Py_True};
   auto handle =
-      std::unique_ptr<Handle>(new Handle{{string_of(arguments[0]), static_cast<int>(integer_of(arguments[1])), options,
+      std::unique_ptr<Handle>(new Handle{{string_of(arguments[0]), static_cast<int>(integer_of(arguments[1])), waiting,
                                           static_cast<int>(integer_of(arguments[4])), string_of(arguments[5])}});
   const std::string place = handle->segment.place();
   PyObject* capsule = PyCapsule_New(handle.get(), kCapsule, [](PyObject* dying) {

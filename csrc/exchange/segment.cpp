@@ -83,12 +83,12 @@ void add(void* __restrict target, const void* __restrict values, int64_t count) 
 
 }  // namespace
 
-Segment::Segment(int ranks, Options options, int rank)
-    : ranks_(ranks), options_(options), rank_(rank), forks_(forks.load()) {}
+Segment::Segment(int ranks, Waiting waiting, int rank)
+    : ranks_(ranks), waiting_(waiting), rank_(rank), forks_(forks.load()) {}
 
 // Delegates to another constructor, so that the destructor runs if the body throws.
-Segment::Segment(const std::string& name, int ranks, Options options, int rank, const std::string& place)
-    : Segment(ranks, options, rank) {
+Segment::Segment(const std::string& name, int ranks, Waiting waiting, int rank, const std::string& place)
+    : Segment(ranks, waiting, rank) {
   const size_t bytes = ranks * sizeof(RankState);
   if (rank == 0) {
     descriptor_ = memfd_create(name.c_str(), MFD_CLOEXEC);
@@ -145,7 +145,7 @@ bool Segment::poll() const {
   for (int rank = 0; rank < ranks_; ++rank) {
     const Word& word = states_[rank].slot(sequence).sequence;
     for (int i = 1; word.load(std::memory_order_acquire) != sequence; ++i) {
-      if (!options_.spins) return false;
+      if (!waiting_.spins) return false;
       if (end == Clock::time_point()) end = Clock::now() + kSpin;  // for all ranks
       if (i % 16 == 0 && Clock::now() >= end) return false;
       relax();
@@ -156,7 +156,7 @@ bool Segment::poll() const {
 
 void Segment::sleep(const std::function<bool()>& is_interrupted) {
   const uint32_t sequence = collected_ + 1;
-  const auto end = Clock::now() + std::chrono::duration<double>(options_.seconds);
+  const auto end = Clock::now() + std::chrono::duration<double>(waiting_.seconds);
   for (int rank = 0; rank < ranks_; ++rank) {
     RankState& peer = states_[rank];
     Slot& slot = peer.slot(sequence);
@@ -172,7 +172,7 @@ void Segment::sleep(const std::function<bool()>& is_interrupted) {
       const bool is_locked = fcntl(descriptor_, F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
       if (slot.sequence.load(std::memory_order_acquire) == sequence) break;
       problem = has_left                         ? "has left after an error or destroyed the group"
-                : options_.watches && !is_locked ? "has ended or closed its files"
+                : waiting_.watches && !is_locked ? "has ended or closed its files"
                 : Clock::now() >= end            ? "did not arrive before the timeout"
                 : is_interrupted()               ? "did not arrive before an interrupt"
                                                  : nullptr;

@@ -36,7 +36,7 @@ struct Message {
   int64_t bytes() const { return numel * itemsize; }
 };
 
-struct Options {
+struct Waiting {
   double seconds = 0;   // timeout of sleep()
   bool spins = false;   // whether poll() spins, which pays off only if each rank has a core
   bool watches = true;  // whether sleep() detects ranks that exited; false if ranks are threads
@@ -49,7 +49,7 @@ class Segment {
  public:
   // Rank 0 creates the memory; its peers open it at rank 0's `place`, before the first message. `name` is random;
   // peers check it to identify the memory.
-  Segment(const std::string& name, int ranks, Options options, int rank, const std::string& place);
+  Segment(const std::string& name, int ranks, Waiting waiting, int rank, const std::string& place);
   ~Segment();
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
@@ -76,10 +76,10 @@ class Segment {
   bool is_in_child() const;  // in a process forked after construction
 
  private:
-  Segment(int ranks, Options options, int rank);
+  Segment(int ranks, Waiting waiting, int rank);
 
   const int ranks_;
-  const Options options_;
+  const Waiting waiting_;
   const int rank_;
   const uint32_t forks_;
   int descriptor_ = -1;

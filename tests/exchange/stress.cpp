@@ -84,9 +84,9 @@ void run_rank(Segment& rank, uint32_t messages, unsigned seed) {
 
 void run_threads(int ranks, uint32_t messages, unsigned seed, bool spins) {
   std::vector<std::unique_ptr<Segment>> all;
-  const Options options{20, spins, false};
+  const Waiting waiting{20, spins, false};
   for (int rank = 0; rank < ranks; ++rank)
-    all.push_back(std::make_unique<Segment>("stress", ranks, options, rank, rank ? all[0]->place() : ""));
+    all.push_back(std::make_unique<Segment>("stress", ranks, waiting, rank, rank ? all[0]->place() : ""));
   std::vector<std::thread> threads;
   for (auto& rank : all) threads.emplace_back([&rank, messages, seed] { run_rank(*rank, messages, seed); });
   for (std::thread& thread : threads) thread.join();
