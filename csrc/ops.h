@@ -60,43 +60,53 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_gather_stats(Tensor gathered, Opti
                                                            std::optional<double> momentum, double eps,
                                                            const OptionalTensor& fault, bool skip_nonfinite,
                                                            int64_t ranks, int64_t message_number) {
-  const bool summed = gathered.dim() == 1;
-  const int64_t size = summed || gathered.dim() == 2 ? gathered.size(-1) : 0;
-  const int64_t header_size = summed ? kSumsHeader : header_size_of(size);
-  const int64_t rest = size - (summed ? sums_size_of(0) : row_size_of(0, header_size)), channels = rest / 2;
+  GatherArguments merge{};
+  merge.summed = gathered.dim() == 1;
+  const int64_t size = merge.summed || gathered.dim() == 2 ? gathered.size(-1) : 0;
+  merge.header_size = merge.summed ? kSumsHeader : header_size_of(size);
+  const int64_t rest = size - (merge.summed ? sums_size_of(0) : row_size_of(0, merge.header_size));
   if (rest < 0 || rest % 2 != 0)
     refuse("gathered", "(ranks, 2 * channels + 2 or 5), or 2 * channels + 7 values", sizes_of(gathered));
-  const ScalarType given = scalar_type(gathered), dtype = summed ? ScalarType::Float : given;
-  check(given == (summed ? ScalarType::Double : accumulate_type(given)), "gathered",
-        summed ? "float64 for a sum" : "float32 or float64", given);
-  int64_t* record = fault_record(fault);
-  if (num_batches_tracked) check_counter(*num_batches_tracked, "num_batches_tracked", gathered);
+  merge.channels = rest / 2;
+  merge.ranks = merge.summed ? ranks : gathered.size(0);
+  merge.message_number = message_number;
+  const ScalarType given = scalar_type(gathered), dtype = merge.summed ? ScalarType::Float : given;
+  check(given == (merge.summed ? ScalarType::Double : accumulate_type(given)), "gathered",
+        merge.summed ? "float64 for a sum" : "float32 or float64", given);
+  merge.fault = fault_record(fault);
+  if (num_batches_tracked) {
+    check_counter(*num_batches_tracked, "num_batches_tracked", gathered);
+    merge.batches = static_cast<int64_t*>(num_batches_tracked->mutable_data_ptr());
+  }
   const bool tracks = running_mean && running_var, has_factor = momentum || num_batches_tracked;
   check(!tracks || has_factor, "num_batches_tracked", "a tensor, because momentum is None", "None");
   if (!tracks) running_mean = running_var = std::nullopt;
   OptionalTensor dense_mean = running_mean, dense_var = running_var;
   const auto buffer = [&](OptionalTensor& running, const char* name) {
     if (!running) return MutablePerChannel{};
-    const DType buffer_dtype = check_channels(*running, name, channels, gathered);
+    const DType buffer_dtype = check_channels(*running, name, merge.channels, gathered);
     const bool separate = running->is_contiguous() || running->stride(0) != 0;
     check(separate, name, "an element in memory for each channel", "an expanded tensor");
     make_contiguous(*running);
     return MutablePerChannel{running->mutable_data_ptr(), buffer_dtype};
   };
-  const MutablePerChannel mean_buffer = buffer(dense_mean, "running_mean");
-  const MutablePerChannel var_buffer = buffer(dense_var, "running_var");
-  void* batches = num_batches_tracked ? num_batches_tracked->mutable_data_ptr() : nullptr;
+  merge.running_mean = buffer(dense_mean, "running_mean");
+  merge.running_var = buffer(dense_var, "running_var");
+  merge.averages = tracks && !momentum;
+  merge.momentum = momentum.value_or(0);
+  merge.eps = eps;
+  merge.skip_nonfinite = skip_nonfinite;
   make_contiguous(gathered);
-  Tensor mean = allocate_vector(channels, dtype, gathered);
-  Tensor invstd = allocate_vector(channels, dtype, gathered);
+  merge.gathered = gathered.const_data_ptr();
+  Tensor mean = allocate_vector(merge.channels, dtype, gathered);
+  Tensor invstd = allocate_vector(merge.channels, dtype, gathered);
   Tensor count = allocate({}, {}, ScalarType::Long, gathered);
+  merge.accumulate = dtype_of(mean, "mean");
+  merge.mean = mean.mutable_data_ptr();
+  merge.invstd = invstd.mutable_data_ptr();
+  merge.count = static_cast<int64_t*>(count.mutable_data_ptr());
   Device device(gathered);
-  gather_stats(GatherArguments{gathered.const_data_ptr(), summed ? ranks : gathered.size(0), channels,
-                               dtype_of(mean, "mean"), mean.mutable_data_ptr(), invstd.mutable_data_ptr(),
-                               static_cast<int64_t*>(count.mutable_data_ptr()), mean_buffer, var_buffer,
-                               static_cast<int64_t*>(batches), mean_buffer.data != nullptr && !momentum,
-                               momentum.value_or(0), eps, header_size, skip_nonfinite, record, summed, message_number},
-               device);
+  gather_stats(merge, device);
   write_back(running_mean, dense_mean);
   write_back(running_var, dense_var);
   return {mean, invstd, count};
