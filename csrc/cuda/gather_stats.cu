@@ -23,8 +23,7 @@ __device__ __forceinline__ V add_lanes(V value) {
   return __shfl_sync(kAllLanes, value, 0);
 }
 
-// The ranks' rows, or with `summed` the sum over ranks. All lanes of a warp construct it and merge
-// together.
+// The ranks' rows, or with `summed` the sum over ranks. All lanes of a warp construct it and merge together.
 template <typename A>
 class Ranks {
   const A* rows;
