@@ -13,7 +13,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from . import _ops as ops
 from ._errors import notifies_peers
 from ._groups import EVERYONE, ProcessGroupLike, spec_in_file, spec_of
-from ._names import Origin
 from ._ops import Activation, activation_of
 from ._ops.options import Options, options_of
 from ._step.call import Call
@@ -37,6 +36,22 @@ class BatchNorm(_BatchNorm):
 def _peers_of(layer: "SyncBatchNorm", *_: Any, **__: Any) -> tuple[Any, Any] | None:
     # None for replicas: they run in threads, and cannot use process groups.
     return (layer._sync_state.group, layer) if layer.training and "_is_replica" not in vars(layer) else None
+
+
+def _loading(set_state: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """Returns a ``__setstate__`` that calls ``set_state``, and turns a file's plain data into objects."""
+
+    def load(layer: Any, state: Any) -> None:
+        set_state(layer, state)
+        held = vars(layer)
+        if isinstance(held.get("_sync_state"), dict):
+            held["_sync_state"] = LayerState(**held["_sync_state"])
+        if isinstance(held.get("group_before"), dict):  # the group of a converted torch.nn.SyncBatchNorm
+            held["group_before"] = spec_in_file(held["group_before"])
+        if type(held.get("fused_activation")) is tuple:
+            held["fused_activation"] = Activation(*held["fused_activation"])
+
+    return load
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -126,6 +141,7 @@ class SyncBatchNorm(_BatchNorm):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         cls._has_getattr = cls.__getattr__ is not nn.Module.__getattr__
+        cls.__setstate__ = _loading(cls.__setstate__)  # pyrefly: ignore[method-assign]
         if inspect.isfunction(vars(cls).get("forward")):
             cls.forward = notifies_peers(_peers_of)(cls.forward)  # pyrefly: ignore[method-assign]
 
@@ -241,23 +257,12 @@ class SyncBatchNorm(_BatchNorm):
         if not isinstance(reduced[2], dict):  # returned by a subclass's __getstate__
             return reduced
         # Plain data: files contain only the layer's class. Without attachments and steps.
-        state, held = dict(reduced[2]), self._sync_state
-        origin = None if held.origin is None else tuple(held.origin)
-        state["_sync_state"] = {"group": held.group, "origin": origin, "frozen_mode": held.frozen_mode}
+        state = {**reduced[2], "_sync_state": self._sync_state.plain()}
         if isinstance(state.get("fused_activation"), Activation):
             state["fused_activation"] = tuple(state["fused_activation"])
         return *reduced[:2], state, *reduced[3:]
 
-    def __setstate__(self, state: Any) -> None:
-        super().__setstate__(state)
-        held, saved = vars(self), vars(self).get("_sync_state")
-        if isinstance(saved, dict):
-            origin = None if saved["origin"] is None else Origin(*saved["origin"])
-            held["_sync_state"] = LayerState(spec_in_file(saved["group"]), origin, saved["frozen_mode"])
-        if isinstance(held.get("group_before"), dict):  # the group of a converted torch.nn.SyncBatchNorm
-            held["group_before"] = spec_in_file(held["group_before"])
-        if type(held.get("fused_activation")) is tuple:
-            held["fused_activation"] = Activation(*held["fused_activation"])
+    __setstate__ = _loading(_BatchNorm.__setstate__)
 
     def __prepare_scriptable__(self) -> NoReturn:
         # torch.jit.script replaces the layer in the model with the result, so the model would be unsynchronized.

@@ -287,9 +287,7 @@ EVERYONE = GroupSpec()
 
 
 def spec_in_file(saved: Any) -> GroupSpec:
-    """Returns the specification in a copy or a file. Does not raise in jobs without these ranks."""
-    if isinstance(saved, GroupSpec):
-        return saved
+    """Returns the specification in a file. Does not raise in jobs without these ranks."""
     if "ranks" in saved:
         return GroupSpec(RankGroup(tuple(saved["ranks"])))
     group = saved["process_group"]

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor
 
-from .._groups import EVERYONE, GroupSpec
+from .._groups import EVERYONE, GroupSpec, spec_in_file
 from .._names import Origin
 from .call import Call
 from .steps import Step
@@ -36,5 +36,16 @@ class LayerState:
         """Returns an attachment of class ``kind``, or None."""
         return next((attachment for attachment in self.attachments if isinstance(attachment, kind)), None)
 
+    def __post_init__(self) -> None:
+        if isinstance(self.group, dict):  # plain data from a file
+            self.group = spec_in_file(self.group)
+        if type(self.origin) is tuple:
+            self.origin = Origin(*self.origin)
+
+    def plain(self) -> dict[str, Any]:
+        """Returns the arguments of a copy; pickled, they are plain data."""
+        origin = None if self.origin is None else tuple(self.origin)
+        return {"group": self.group, "origin": origin, "frozen_mode": self.frozen_mode}
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return LayerState, (self.group, self.origin, self.frozen_mode)
+        return LayerState, tuple(self.plain().values())

@@ -24,6 +24,19 @@ LAYER = "sync_batchnorm.SyncBatchNorm2d"
 NEW, RECOMPUTING, FUSED = "files.new_layer", "files.make_recomputing", "files.FusedActivation"
 
 
+class SetsItself(nn.BatchNorm2d):
+    def __setstate__(self, state):
+        vars(self).update(state)
+
+
+class InATuple(nn.BatchNorm2d):
+    def __getstate__(self):
+        return (vars(self),)
+
+    def __setstate__(self, state):
+        super().__setstate__(*state)
+
+
 def converted(*layers, group=None):
     return bagua_syncbn.convert_sync_batchnorm(nn.Sequential(*layers), group)
 
@@ -41,6 +54,8 @@ KINDS = {
     "built": (lambda: SyncBatchNorm2d(3, activation="relu"), {LAYER}),
     "converted": (lambda: converted(nn.BatchNorm2d(3)), {LAYER}),
     "derived": (lambda: converted(BatchNormReLU(3)), {NEW}),
+    "with its own way to set a state": (lambda: converted(SetsItself(3), group=2), {NEW}),
+    "with a state that is no dict": (lambda: converted(InATuple(3), group=2), {NEW, "files.LayerState"}),
     "torch": (lambda: converted(nn.SyncBatchNorm(3)), {NEW, "sync_batchnorm.SyncBatchNorm"}),
     "frozen": (frozen, {LAYER}),
     "fused": (fused, {LAYER, FUSED}),
