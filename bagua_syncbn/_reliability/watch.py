@@ -8,8 +8,7 @@ from threading import Lock, Thread
 from weakref import ref
 
 from .._groups import CAUSES, Communicator
-from .._torch.nccl import nccl_id, nccl_progress
-from .._torch.process_groups import timeout_of
+from .._torch.process_groups import nccl_id, nccl_progress, timeout_of
 from ..communicators import TorchCommunicator
 from .history import History
 

@@ -1,5 +1,6 @@
-"""Process groups of torch.distributed."""
+"""Process groups of torch.distributed, and NCCL's progress on the device."""
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -108,3 +109,26 @@ def _unbound(world: Any, device: Any) -> Iterator[None]:
             yield
         finally:
             world.bound_device_id = device
+
+
+def nccl_id(group: Any) -> str:
+    """Returns the group's number in torch's flight recorder, or "" without NCCL."""
+    for device in group._device_types:
+        backend = group._get_backend(device)
+        if backend.name() == "nccl":
+            return str(getattr(backend, "uid", ""))
+    return ""
+
+
+def nccl_progress(number: str) -> tuple[int, int]:
+    """Returns how many of the group's collectives have started and completed outside CUDA graphs; zeros if unknown.
+
+    Args:
+        number: the :func:`nccl_id` of the group.
+    """
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
+    if not number or dump is None:
+        return 0, 0
+    status = json.loads(dump(False, False)).get("pg_status", {}).get(number, {})
+    enqueued, completed = (int(status.get(f"last_{what}_collective", 0)) for what in ("enqueued", "completed"))
+    return enqueued, max(completed, 0)

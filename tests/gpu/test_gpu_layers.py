@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 import bagua_syncbn
 from bagua_syncbn._groups import spec_of
 from bagua_syncbn._reliability.history import history_in
-from bagua_syncbn._torch.nccl import nccl_id, nccl_progress
+from bagua_syncbn._torch.process_groups import nccl_id, nccl_progress
 from bagua_syncbn.communicators import TorchCommunicator, torch_engine
 from tests.helpers.cases import WAYS, Case, compare, laid_out, run_ranks
 from tests.helpers.messages import message_of
