@@ -14,6 +14,7 @@ from bagua_syncbn._ops.activations import ACTIVATIONS
 from tests.helpers.cases import Case, check
 from tests.helpers.formula import EPS, normalize
 from tests.helpers.observed import MESSAGE, collectives
+from tests.helpers.options import OTHER
 from tests.helpers.steps import draw, gathered
 
 SPLITS = (2, 5)
@@ -33,10 +34,11 @@ def test_higher_derivatives_equal_one_process(pool, splits):
     activations = [double((2, 3), options={"activation": name}, residual=True) for name in SMOOTH_AND_NOT]
     frozen = [double((3, 2), frozen=names) for names in FROZEN]
     masked = [double((3, 2), masks="nothing", zero_masked=zero) for zero in (False, True)]
+    others = [double((3, 2), options={name: value}) for name, value in OTHER._asdict().items()]
     # With momentum=None, F.batch_norm does not compute the reference.
     options = CLAMP, {"momentum": None}, {"momentum": None} | CLAMP
     third = [double((3, 2), options=given, order=3) for given in options]
-    check(pool, *frozen, *shapes, *activations, *masked, *third)
+    check(pool, *frozen, *shapes, *activations, *masked, *others, *third)
 
 
 def shared_weight(normalized, weight):
