@@ -295,7 +295,7 @@ def spec_in_file(saved: Any) -> GroupSpec:
 
 
 replacement: GroupSpec | None = None
-"""What :func:`spec_of` returns inside :func:`replaced_groups`."""
+"""The specification of every group inside :func:`replaced_groups`; None outside."""
 
 
 @contextmanager

@@ -22,8 +22,12 @@ DEFAULTS = {"fused_activation" if name == "activation" else name: value for name
 """Default of each option, by attribute of a layer."""
 
 
+# Those that F.batch_norm lacks and that change evaluation.
+_BEYOND_TORCH = {name: value for name, value in DEFAULTS.items() if name not in ("eps", "momentum", "skip_nonfinite")}
+
+
 def options_of(layer: Any) -> Options:
-    """Returns the options of ``layer``, not checked. Only this function reads them."""
+    """Returns the options of ``layer`` for a call, not checked."""
     return Options(
         eps=layer.eps,
         momentum=layer.momentum,
@@ -35,6 +39,4 @@ def options_of(layer: Any) -> Options:
 
 def unlike_torch(layer: Any) -> dict[str, Any]:
     """Returns the options of ``layer`` that F.batch_norm lacks and that change evaluation, by attribute."""
-    others = "eps", "momentum", "skip_nonfinite"
-    pairs = zip(DEFAULTS.items(), options_of(layer), strict=True)
-    return {name: value for (name, default), value in pairs if name not in others and value != default}
+    return {name: value for name, default in _BEYOND_TORCH.items() if (value := getattr(layer, name)) != default}

@@ -16,9 +16,8 @@ from .hooks import hooks
 from .normalize import normalize
 from .steps import Step, masking_in
 
-# Native kernels need five calls from Python instead of one. Above these sizes they are faster still; see
-# docs/benchmarks.md.
-# F.batch_norm is fast for channels_last until its outputs exceed the caches.
+# Native kernels need five calls from Python, F.batch_norm only one. Above these sizes, the kernels save more time than
+# four calls take; see docs/benchmarks.md. F.batch_norm is fast for channels_last until its outputs exceed the caches.
 _WORTHWHILE_PLANAR = 2**17
 _WORTHWHILE_INTERLEAVED = 2**22
 
@@ -78,13 +77,13 @@ class LocalStep(Step):
 
     def finish(self, call: Call, norm: Normalization) -> Tensor:
         counter = norm.buffers[2]  # None if a checkpoint repeats the call
-        if counter is None:
-            return _by_torch(call, norm, norm.buffers, self.options.momentum)
-        counter.add_(1)
+        if counter is not None:
+            counter.add_(1)
         try:
             return _by_torch(call, norm, norm.buffers, self.options.momentum)
         except RuntimeError:  # torch's, under vmap
-            counter.sub_(1)
+            if counter is not None:
+                counter.sub_(1)
             raise
 
 

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from .. import _ops as ops
 from .._errors import notifies_peers
 from .._groups import LOCAL, Communicator, GroupSpec, ProcessGroupLike, spec_of
-from .._ops import Received
 from .._reliability.faults import differ_text
 from .._reliability.history import history_in
 from .._reliability.protocol import RankExchange, total_in, with_header
@@ -156,7 +155,7 @@ def sum_over_ranks(
     check_tracer(communicator, packed)
     if is_recorded():  # compared only on the device, like the sums of compiled layers
         fingerprint = word_of(f"{what} ({details})") & exact_bits(communicator.size)
-        return total_in(Received(communicator.all_reduce(with_header(packed, fingerprint)), communicator.size))
+        return total_in(ops.Received(communicator.all_reduce(with_header(packed, fingerprint)), communicator.size))
     history = history_in(communicator)
     if module is not None:
         what = f"{what} of {type(module).__name__}"

@@ -125,7 +125,8 @@ def test_a_model_mask_may_be_written_to_between_calls():
             layer(input)
             mask.fill_(True)
         torch.testing.assert_close(layer(input), make_layer(3)(input))
-        assert len(layer._sync_state.attachments[0].maskings) == 1  # those of earlier masks are freed
+        # The attachment frees what it derived from earlier values of the mask.
+        assert len(layer._sync_state.attachments[0].maskings) == 1
 
 
 def in_inference_mode(function, *args):
