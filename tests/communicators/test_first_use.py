@@ -44,8 +44,8 @@ KINDS = {
 
 @pytest.mark.ranks(2, new_job=True)
 @pytest.mark.parametrize(("store", "kinds"), [
-    ("tcp", ("given", "number")), ("file", ("ranks", "everyone")), ("file", ("everyone", None)),
-    ("file", ("with less time", None)),
+    ("tcp", ("given", "number")), ("file", ("everyone", None)),
+    pytest.param("file", ("ranks", "everyone"), marks=pytest.mark.all_rows), ("file", ("with less time", None)),
 ], indirect=["store"])  # fmt: skip
 def test_missing_ranks_are_named_in_time(store, kinds):
     """Each rank's layer has a different kind of group; None for a rank that does not take part."""

@@ -131,7 +131,7 @@ def test_an_interrupt_anywhere_in_a_step_gives_correct_numbers_or_a_named_error(
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("way", ["shared", "collectives"])
+@pytest.mark.parametrize("way", ["shared", pytest.param("collectives", marks=pytest.mark.all_rows)])
 def test_a_second_thread_in_a_group_raises(way):
     def call(layer):
         return message_of(lambda: layer(torch.randn(4, layer.num_features)))

@@ -79,7 +79,7 @@ def test_streaming_stores_write_the_same_values(layout, dtype, channels):
     torch.testing.assert_close(outputs(input, grad_output), tuple(map(torch.cat, samples)), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("capability", ["baseline", "avx2"])
+@pytest.mark.parametrize("capability", [pytest.param("baseline", marks=pytest.mark.all_rows), "avx2"])
 def test_the_loops_of_lower_instruction_sets_agree_with_plain_torch(capability):
     if ops.KERNELS.removesuffix(", cuda").endswith(capability):
         pytest.skip("all other tests run these loops")
